@@ -1,0 +1,75 @@
+"""Reserve-then-map KV cache memory: capture graphs first, measure, then map the rest at the same addresses.
+
+Importing this imports no torch and no driver binding: names are looked up when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vmm_kv.cache import KVCache, State
+    from vmm_kv.device import Device, open_device
+    from vmm_kv.errors import (
+        DriverError,
+        FaultedError,
+        LayoutError,
+        OutOfAddressSpace,
+        OutOfPhysicalMemory,
+        StateError,
+        UnsupportedError,
+        VmmError,
+    )
+    from vmm_kv.layout import Layout, Placement, TensorSpec
+    from vmm_kv.startup import Startup, StartupReport
+
+_HOMES = {
+    "KVCache": "cache",
+    "State": "cache",
+    "Device": "device",
+    "open_device": "device",
+    "Layout": "layout",
+    "Placement": "layout",
+    "TensorSpec": "layout",
+    "Startup": "startup",
+    "StartupReport": "startup",
+    "DriverError": "errors",
+    "FaultedError": "errors",
+    "LayoutError": "errors",
+    "OutOfAddressSpace": "errors",
+    "OutOfPhysicalMemory": "errors",
+    "StateError": "errors",
+    "UnsupportedError": "errors",
+    "VmmError": "errors",
+}
+
+__all__ = [
+    "Device",
+    "DriverError",
+    "FaultedError",
+    "KVCache",
+    "Layout",
+    "LayoutError",
+    "OutOfAddressSpace",
+    "OutOfPhysicalMemory",
+    "Placement",
+    "Startup",
+    "StartupReport",
+    "State",
+    "StateError",
+    "TensorSpec",
+    "UnsupportedError",
+    "VmmError",
+    "open_device",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,38 @@
+"""A layer's paged KV tensor, (blocks, 2, block_size, kv_heads, head_dim): where a token lies, how it is written and read.
+
+Only addressed rows are ever touched: most of the tensor may lie over addresses that have no memory yet.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+NULL_BLOCK = 0
+"""Padding rows of a captured batch write here and their block tables point here. Never handed out."""
+
+
+def slot(table: list[int], position: int, block_size: int) -> int:
+    """The row of `rows(kv)` that holds the key of a sequence's token at `position`. Its value lies block_size further."""
+    return table[position // block_size] * 2 * block_size + position % block_size
+
+
+def rows(kv: Tensor) -> Tensor:
+    """The tensor as (blocks * 2 * block_size, kv_heads, head_dim). A view: nothing is read."""
+    return kv.view(-1, *kv.shape[3:])
+
+
+def write(kv: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Stores keys and values, (B, T, kv_heads, head_dim) each, at slots (B, T)."""
+    flat, block_size = rows(kv), kv.shape[2]
+    slots = slots.reshape(-1)
+    flat.index_copy_(0, slots, keys.flatten(0, 1))
+    flat.index_copy_(0, slots + block_size, values.flatten(0, 1))
+
+
+def read(kv: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, (B, kv_heads, N * block_size, head_dim) each, of the blocks in tables (B, N)."""
+    batch, width = tables.shape
+    picked = kv.index_select(0, tables.reshape(-1)).unflatten(0, (batch, width))
+    # (B, N, 2, block_size, kv_heads, head_dim): the two halves, with a sequence's tokens in one row.
+    keys, values = picked.permute(2, 0, 4, 1, 3, 5).flatten(3, 4).unbind(0)
+    return keys, values
