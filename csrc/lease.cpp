@@ -1,6 +1,8 @@
 #include "lease.h"
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "dlpack.h"
 

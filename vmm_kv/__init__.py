@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         VmmError,
     )
     from vmm_kv.layout import Layout, Placement, TensorSpec
-    from vmm_kv.startup import Startup, StartupReport
+    from vmm_kv.report import StartupReport
+    from vmm_kv.startup import Startup
 
 _HOMES = {
     "KVCache": "cache",
@@ -33,7 +34,7 @@ _HOMES = {
     "Placement": "layout",
     "TensorSpec": "layout",
     "Startup": "startup",
-    "StartupReport": "startup",
+    "StartupReport": "report",
     "DriverError": "errors",
     "FaultedError": "errors",
     "LayoutError": "errors",

@@ -1,7 +1,7 @@
 """The compiled part: the device model that the host driver drives, and owners for tensors over raw addresses.
 
 Statuses are the CUDA driver's numbers: 0 success, 1 invalid value, 2 out of memory, 101 invalid device, 999 unknown.
-Sizes and addresses are bytes. Every call that can take long releases the GIL.
+Sizes and addresses are bytes. Every call of the model releases the GIL and may come from any thread.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,11 @@ from collections.abc import Sequence
 class DeviceModel:
     """Devices with a byte budget each, one address space, one pool of memory. Enforces the rules of real drivers.
 
-    budgets: bytes of each device. granule: bytes, a power of two and a multiple of the host page.
+    budgets: bytes of each device, 1 to 32 of them. granule: bytes, a power of two and a multiple of the host page.
     Raises ValueError on a bad argument, MemoryError where the pool file cannot be made.
+
+    A process can hold about 65,000 map areas (vm.max_map_count); neighbours that were created and mapped in the same
+    order share one. Out of areas, a primitive answers out of memory and has changed nothing.
     """
 
     def __init__(self, budgets: Sequence[int], granule: int = 2097152) -> None: ...
@@ -19,7 +22,7 @@ class DeviceModel:
     @property
     def devices(self) -> int: ...
 
-    # The primitives: a status, or (status, value).
+    # The primitives: a status, or (status, value). One that fails has changed nothing, and its value is 0.
     def reserve(self, size: int, alignment: int, hint: int, flags: int = 0) -> tuple[int, int]: ...
     def free_address(self, base: int, size: int) -> int: ...
     def create(self, device: int, size: int, flags: int = 0) -> tuple[int, int]: ...
@@ -36,15 +39,16 @@ class DeviceModel:
     # Memory that something other than a handle holds (the framework stand-in), against the same budget.
     def charge(self, device: int, size: int) -> int:
         """Takes bytes from the budget: 0, or 2 and nothing taken."""
-    def credit(self, device: int, size: int) -> int: ...
+    def credit(self, device: int, size: int) -> int:
+        """Gives charged bytes back: 0, or 1 where fewer are charged and nothing given back."""
 
-    # Readings that are no driver calls: never counted, never made to fail.
+    # Readings that are no driver calls: never counted, never made to fail. ValueError where there is no such device.
     def used(self, device: int) -> int: ...
     def budget(self, device: int) -> int: ...
     def peak_used(self, device: int) -> int: ...
     def reset_peak(self, device: int) -> None: ...
     def live(self) -> dict[str, int]:
-        """Counts of live `handles`, `mappings`, `reservations`."""
+        """Counts of live `handles`, `mappings`, `reservations`. A released handle is not live, even while mapped."""
     def calls(self) -> dict[str, int]:
         """How often each primitive was called since the start, failed calls included, by name."""
     def mapped(self) -> list[tuple[int, int]]:
@@ -55,13 +59,15 @@ class DeviceModel:
     """Fill fresh memory with 0xff (a NaN in float32, bfloat16 and float8), so that nobody relies on zeros."""
     def fail(self, call: str, nth: int, status: int) -> None:
         """Arms one fault: the nth call from now (1 is the next) of primitive `call`, or of any with `"any"`,
-        answers `status` and does nothing. Faults add up and each fires once. ValueError for an unknown name."""
+        answers `status` and does nothing. Faults add up, each counts for itself and fires once; where several come
+        due at one call, the first armed answers. ValueError for an unknown name, nth below 1 or status 0."""
     def clear_faults(self) -> None: ...
     def seal(self) -> None:
         """From now on any primitive prints its name to stderr and aborts the process: proof that nobody calls."""
     def map_chunks(self, base: int, chunk: int, count: int, device: int) -> tuple[int, list[int]]:
         """create and map `count` chunks one after another, then one set_access over all: the calls that the library
-        makes, from a C++ loop. For benchmarks. Returns (status, handles)."""
+        makes, from a C++ loop. For benchmarks. Stops at the first failure and leaves what was done.
+        Returns (status, handles created)."""
 
 class Lease:
     """Counts the tensors that still lie over a range of addresses. The count is atomic: a tensor's end needs no GIL."""

@@ -42,7 +42,7 @@ class Backing:
 
     def mappings(self) -> list[Mapping]:
         """Every live mapping, in order of address."""
-        return sorted(list(self.holdings.mappings.values()), key=lambda mapping: mapping.address)
+        return sorted(self.holdings.mappings.copy().values(), key=lambda mapping: mapping.address)
 
     def create(self, granules: Spans) -> Pieces:
         """Takes the memory for those granules that are not mapped yet. All or nothing."""

@@ -110,7 +110,7 @@ class Plan:
     room: int
     kv_bytes: int
     planned: int
-    """Blocks that the request alone would give, were memory free."""
+    """Blocks that the request alone would give, were memory free; 0 where it does not hold what is mapped."""
     blocks: int
     """Blocks granted."""
     capacity: int
@@ -145,7 +145,7 @@ class Plan:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"{self.blocks} of {self.planned} blocks ({self.status}, bound by {self.bound_by})"
+        head = f"{self.blocks} blocks granted, {self.planned} planned ({self.status}, bound by {self.bound_by})"
         lines = [f"  {name:<28} {exactly(size)}" for name, size in self.itemised()]
         return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -311,10 +311,8 @@ def _bound_by(request: Request, share: int, room: int, blocks: int, capacity: in
 
 def _excess_items(excess: int, graph_pool: int | None) -> Items:
     """The allocator's pool is surely ours. What lies outside it may be a neighbour's, so it stays unexplained."""
-    if not excess:
-        return ()
     pool = min(excess, max(0, graph_pool or 0))
-    return (("graph pool", pool), ("unexplained", excess - pool))
+    return (("graph pool", pool), ("unexplained", excess - pool)) if excess else ()
 
 
 def _notes(terms: Terms) -> tuple[str, ...]:

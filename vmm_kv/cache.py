@@ -36,6 +36,7 @@ from vmm_kv.tensors import byte_tensor, placed_view
 
 if TYPE_CHECKING:
     import torch
+
     from vmm_kv.device import Device
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -40,6 +40,7 @@ class Device:
 
     driver: whose chunks back the KV cache. torch_device: where its tensors are. The two are separate settings.
     memory: the framework's figures on this device, in bytes. captures: how many graph captures it has seen.
+    context_bytes: what the process holds on the device by having it open, None where nobody can tell.
     """
 
     def __init__(self, driver: Driver, torch_device: torch.device, memory: HostMemory) -> None:
@@ -47,6 +48,7 @@ class Device:
         self.torch_device = torch_device
         self.memory: FrameworkMemory = memory
         self.captures = 0
+        self.context_bytes: int | None = 0
         self._host = memory
         with driver.scope():
             self.total_bytes = driver.mem_info()[1]

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <new>
 #include <stdexcept>
+#include <string>
 
 #include <unistd.h>
 

@@ -54,7 +54,7 @@ class BlockAllocator:
         """Raises `ValueError` if an id is not usable: beyond the blocks there are, addresses may have no memory."""
         for block in ids:
             if not NULL_BLOCK < block < self.blocks:
-                raise ValueError(f"block {block} is not usable: ids are 1 to {self.blocks - 1}, and 0 is the null block")
+                raise ValueError(f"block {block} is not usable: usable ids are 1 to {self.blocks - 1}")
 
     def wrote(self, ids: Iterable[int]) -> None:
         """Notes that blocks are about to be written. Raises `ValueError` for an id that is not usable."""

@@ -1,4 +1,4 @@
-"""A layer's paged KV tensor, (blocks, 2, block_size, kv_heads, head_dim): where a token lies, how it is written and read.
+"""A layer's paged KV tensor, (blocks, 2, block_size, kv_heads, head_dim): where a token lies, and how it gets there.
 
 Only addressed rows are ever touched: most of the tensor may lie over addresses that have no memory yet.
 """
@@ -12,7 +12,7 @@ NULL_BLOCK = 0
 
 
 def slot(table: list[int], position: int, block_size: int) -> int:
-    """The row of `rows(kv)` that holds the key of a sequence's token at `position`. Its value lies block_size further."""
+    """The row of `rows(kv)` for the key of a sequence's token at `position`. Its value lies block_size further."""
     return table[position // block_size] * 2 * block_size + position % block_size
 
 
@@ -32,7 +32,7 @@ def write(kv: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
 def read(kv: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, (B, kv_heads, N * block_size, head_dim) each, of the blocks in tables (B, N)."""
     batch, width = tables.shape
-    picked = kv.index_select(0, tables.reshape(-1)).unflatten(0, (batch, width))
+    picked = kv.index_select(0, tables.reshape(-1)).view(batch, width, *kv.shape[1:])
     # (B, N, 2, block_size, kv_heads, head_dim): the two halves, with a sequence's tokens in one row.
     keys, values = picked.permute(2, 0, 4, 1, 3, 5).flatten(3, 4).unbind(0)
     return keys, values

@@ -8,7 +8,7 @@ Only this package names a driver's functions; how drivers differ is data (`Quirk
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -105,6 +105,10 @@ class Driver(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when the device has finished everything that was launched on it."""
+
+    @abstractmethod
+    def calls(self) -> Mapping[str, int]:
+        """How often each primitive was called since the device was opened, failed calls included. No driver call."""
 
     @abstractmethod
     def capturing(self) -> bool:

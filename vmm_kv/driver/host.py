@@ -112,6 +112,9 @@ class HostDriver(Driver):
     def synchronize(self) -> None:
         """The host runs every operation to its end before it returns."""
 
+    def calls(self) -> dict[str, int]:
+        return self.model.calls()
+
     def capturing(self) -> bool:
         """Host graphs run eagerly on no stream; only the process-wide counter knows of their capture."""
         return False

@@ -6,7 +6,6 @@ A stand-in, not a product: it shows what capture and warm-up do to memory, and s
 from __future__ import annotations
 
 from vmm_kv.host.graph import HostGraph, capture
-
 from vmm_kv.host.memory import HostMemory
 from vmm_kv.host.pool import GraphPool
 

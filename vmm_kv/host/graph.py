@@ -1,6 +1,6 @@
 """Graphs on the CPU: torch operations recorded with the addresses they ran on, and replayed there.
 
-While capturing, operations also run, so Python code sees values; on a GPU they would be undefined until the first replay.
+While capturing, operations also run, so Python code sees values; on a GPU they are undefined until the first replay.
 What an operation allocates lies in the graph's pool, and a block whose last tensor died is reused by what comes next,
 within the capture too: operations replay in the order in which they were recorded, so that is as right as it was then.
 Other tensors (weights, static inputs, a KV cache) are used in place and kept alive by the graph; a GPU's would not be.
@@ -104,9 +104,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, pool: GraphPool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
         self.calls: list[Callable[[], object]] = []
 

@@ -1,8 +1,8 @@
-"""The framework's caching allocator, acted out: torch operations charge a device's byte budget, freed bytes stay cached.
+"""The framework's caching allocator, acted out: torch operations charge a byte budget, and freed bytes stay cached.
 
 What is counted is live storage, as an operation's output. Scratch inside a kernel is not seen, and neither are storages
-that grow by `resize_` or come from elsewhere (files, numpy, DLPack). The cache is a figure: its bytes serve a request of
-any size, so nothing is lost to fragmentation, where a GPU loses some.
+that grow by `resize_` or come from elsewhere (files, numpy, DLPack). The cache is a figure: its bytes serve a request
+of any size, so nothing is lost to fragmentation, where a GPU loses some.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def when_dead(owner: object, act: Callable[[Any], None], note: object) -> Callab
 class HostMemory:
     """The caching allocator of one host device, on the budget that the driver's chunks come out of as well.
 
-    Figures are bytes. `reserved` is what the framework holds of the device: live storages, cached bytes, and the segments
-    of graph pools. Safe from any thread.
+    Figures are bytes. `reserved` is what the framework holds of the device: live storages, cached bytes, and the
+    segments of graph pools. Safe from any thread.
     """
 
     def __init__(self, model: DeviceModel, device: int) -> None:
@@ -249,9 +249,9 @@ class _Thread(threading.local):
     paused = False
 
 
-class _Charge(TorchDispatchMode):
+class _Charge(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: HostMemory) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

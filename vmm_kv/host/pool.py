@@ -100,7 +100,7 @@ class GraphPool:
     def twin(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Another storage over the same bytes, that does not keep them from being reused; None if not of this pool."""
         block = self._live.get(storage.data_ptr())
-        return block and block.twin
+        return None if block is None else block.twin
 
     def join(self, graph: object) -> Callable[[], object]:
         """Keeps the segments until `graph` dies or what is returned is called, once."""

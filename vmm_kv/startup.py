@@ -1,0 +1,269 @@
+"""The start-up of an engine as one object: reserve, back, profile, capture, measure, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vmm_kv.budget import BudgetError, Plan, Request, capacity_bound
+from vmm_kv.cache import KVCache
+from vmm_kv.capture import capture_in_progress
+from vmm_kv.errors import OutOfPhysicalMemory, StateError
+from vmm_kv.layout import TensorSpec
+from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings
+from vmm_kv.report import CommitTry, StartupReport
+
+if TYPE_CHECKING:
+    from vmm_kv.device import Device
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_SMALLER = 16
+"""A try that failed although memory looked free is followed by one smaller by this part."""
+
+
+class Startup:
+    """Sizes one KV cache, or several that share one budget and one block count.
+
+    The order is `Startup` (takes the first reading, before weights) -> `load` -> `reserve` -> `back` -> `profile` ->
+    `capture` -> `worst_step` -> `commit`. Phases that an engine does not have are left out; torch operations inside a
+    phase run on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        utilization: float | None = None,
+        kv_bytes: int | None = None,
+        blocks: int | None = None,
+        headroom: Mapping[str, int] | None = None,
+        min_blocks: int = 1,
+        first: MemoryReading | None = None,
+    ) -> None:
+        """Takes the first reading, or the engine's own from before its communicators and libraries came up.
+
+        utilization: share of the whole device for all that this process holds; 0.9 if nothing is asked for.
+        kv_bytes: upper bound on the KV cache alone. blocks: an exact count. At most one of the three.
+        headroom: named items to leave free, in bytes; the transient of the worst step is measured and comes on top.
+        min_blocks: what one longest request needs. Fewer is an error that itemises where the memory went.
+        """
+        if utilization is None and kv_bytes is None and blocks is None:
+            utilization = 0.9
+        self.device = device
+        self.request = Request(utilization=utilization, kv_bytes=kv_bytes, blocks=blocks)
+        self.headroom = dict(headroom or {})
+        self.min_blocks = min_blocks
+        self.caches: list[KVCache] = []
+        self.phases: dict[str, float] = {}
+        self.footprints: list[Footprint] = []
+        self.report: StartupReport | None = None
+        self._backing = "none"
+        self._peak_of_step: int | None = None
+        self._profile_blocks = 0
+        self._calls = dict(device.driver.calls())
+        self._captures = device.captures
+        self.readings = [first or device.reading("start")]
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """Around the loading of weights. What is free afterwards bounds the reservation."""
+        with self._phase("load"):
+            yield
+        self._flushed_reading("loaded")
+
+    def reserve(self, specs: Sequence[TensorSpec], capacity: int | None = None, **options: Any) -> KVCache:
+        """Reserves a cache for the specs and adds it. `options` are those of `KVCache.reserve`.
+
+        capacity: blocks; None for an upper bound worked out from what is free now, as if nothing but the cache were to
+        come: addresses are no memory.
+        """
+        with self._timed("reserve"):
+            blocks = self._upper_bound(specs) if capacity is None else capacity
+            return self.add(KVCache.reserve(self.device, specs, blocks, **options))
+
+    def add(self, cache: KVCache) -> KVCache:
+        """Adds a cache that the engine reserved itself, with a layout of its own."""
+        if cache.device is not self.device:
+            raise ValueError(f"the cache is on {cache.device.name}, the start-up on another device {self.device.name}")
+        self.caches.append(cache)
+        return cache
+
+    def back(self, blocks: int | None = None, *, alias: bool = False) -> None:
+        """Backs every cache: the first `blocks` of it, or all of it by an alias. See `KVCache.back`."""
+        with self._timed("back"):
+            for cache in self._known_caches("back"):
+                cache.back(blocks, alias=alias)
+        self._backing = "alias" if alias else "prefix"
+
+    @contextmanager
+    def profile(self) -> Iterator[None]:
+        """Around warm-up: eager steps that make libraries set themselves up before anything is captured."""
+        with self._phase("profile"):
+            yield
+        self._flushed_reading("profiled")
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Around graph capture. Measures what it keeps; no cache of the process may be remapped meanwhile."""
+        before = self._flushed_reading("before capture")
+        with self._phase("capture"), capture_in_progress():
+            yield
+        self.footprints.append(Footprint(before, self._flushed_reading("captured")))
+
+    @contextmanager
+    def worst_step(self) -> Iterator[None]:
+        """Around one eager step of the largest kind that serving can meet. Its peak is kept free."""
+        memory = self.device.memory
+        flush(memory)
+        memory.reset_peak()
+        with self._phase("worst step"):
+            yield
+        memory.synchronize()
+        self._peak_of_step = max(memory.peak_reserved(), self._peak_of_step or 0)
+
+    def commit(self) -> StartupReport:
+        """Measures, sizes and maps. Called again, it grows to what is there by now, or raises with the excess.
+
+        Raises `BudgetError` (with the plan) where not even `min_blocks` fit or an explicit request does not,
+        `OutOfPhysicalMemory` if three tries, each with a fresh reading, did not get the memory. Backed caches stay as
+        they are then.
+        """
+        caches = self._known_caches("commit")
+        again = self.report is not None
+        if not again:
+            self._profile_blocks = min(cache.backed for cache in caches)
+        plan = self._plan()
+        if again and plan.status == "over_budget":
+            raise BudgetError(f"the caches hold more than the budget allows now\n{plan}", plan)
+        with self._timed("commit"):
+            plan, tries = self._commit_in_tries(plan)
+        after = self.device.reading("committed", self._kv_bytes())
+        self.report = self._report(plan, tries, after)
+        log.info("%s", self.report.table())
+        return self.report
+
+    def _commit_in_tries(self, plan: Plan) -> tuple[Plan, list[CommitTry]]:
+        tries: list[CommitTry] = []
+        blocks = plan.blocks
+        while True:
+            try:
+                self._commit_all(blocks)
+            except OutOfPhysicalMemory as error:
+                tries.append(CommitTry(blocks, str(error)))
+                plan = self._plan()
+                smaller = min(plan.blocks, blocks - max(1, blocks // _SMALLER))
+                if len(tries) == _TRIES or self.request.blocks or smaller < max(self.min_blocks, self._usable(), 1):
+                    raise
+                log.warning("%d blocks could not be committed, trying %d: %s", blocks, smaller, error)
+                blocks = smaller
+            else:
+                return plan, [*tries, CommitTry(blocks, None)]
+
+    def _commit_all(self, blocks: int) -> None:
+        """Takes the memory for every cache before any of them is mapped, since that is what runs out."""
+        steps = []
+        try:
+            for cache in self.caches:
+                if cache.blocks != blocks:
+                    steps.append(cache.prepare(blocks))
+            for step in steps:
+                step.publish()
+        finally:
+            for step in steps:
+                step.discard()
+
+    def _plan(self) -> Plan:
+        """Reads what is there now and sizes. The reading takes the place of an earlier one of its kind."""
+        if self.readings[-1].label in ("sized", "committed"):
+            self.readings.pop()
+        self._flushed_reading("sized")
+        mapped = sum(cache.mapped_bytes for cache in self.caches)
+        return plan_from_readings(
+            self.readings,
+            request=self.request,
+            capacity=min(cache.capacity for cache in self.caches),
+            cost=self._cost,
+            blocks_within=self._blocks_within,
+            peak_of_step=self._peak_of_step,
+            headroom=self.headroom,
+            context=self.device.context_bytes,
+            in_place=mapped,
+            backed=min(cache.backed for cache in self.caches) if mapped else 0,
+            captures=self.footprints,
+            min_blocks=self.min_blocks,
+        )
+
+    def _cost(self, blocks: int) -> int:
+        return sum(cache.cost(blocks) for cache in self.caches)
+
+    def _blocks_within(self, budget: int) -> int:
+        if len(self.caches) == 1:
+            return self.caches[0].blocks_within(budget)
+        fits, fails = 0, min(cache.capacity for cache in self.caches) + 1
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            fits, fails = (middle, fails) if self._cost(middle) <= budget else (fits, middle)
+        return fits
+
+    def _upper_bound(self, specs: Sequence[TensorSpec]) -> int:
+        if self.request.blocks is not None:
+            return self.request.blocks
+        now = self._flushed_reading("reserving")
+        own = now.reserved + max(0, other(self.readings[0], now)) + (self.device.context_bytes or 0)
+        block_bytes = sum(spec.block_bytes for spec in specs)
+        return max(1, capacity_bound(self.request, now.total, now.free, own) // block_bytes)
+
+    def _usable(self) -> int:
+        return max(cache.blocks for cache in self.caches)
+
+    def _kv_bytes(self) -> int:
+        return sum(cache.physical_bytes for cache in self.caches)
+
+    def _flushed_reading(self, label: str) -> MemoryReading:
+        flush(self.device.memory)
+        reading = self.device.reading(label, self._kv_bytes())
+        self.readings.append(reading)
+        return reading
+
+    def _known_caches(self, operation: str) -> Collection[KVCache]:
+        if not self.caches:
+            raise StateError(f"{operation} before any cache was reserved: call reserve() first")
+        return self.caches
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._timed(name), self.device.active():
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def _report(self, plan: Plan, tries: Sequence[CommitTry], after: MemoryReading) -> StartupReport:
+        calls = {name: count - self._calls.get(name, 0) for name, count in self.device.driver.calls().items()}
+        return StartupReport(
+            device=self.device.name,
+            backing=self._backing,
+            plan=plan,
+            planned_blocks=tries[0].blocks,
+            blocks=tries[-1].blocks,
+            capacity=plan.capacity,
+            profile_blocks=self._profile_blocks,
+            reserved_bytes=sum(cache.reserved_bytes for cache in self.caches),
+            mapped_bytes=sum(cache.mapped_bytes for cache in self.caches),
+            readings=(*self.readings, after),
+            footprints=tuple(self.footprints),
+            captures=self.device.captures - self._captures,
+            tries=tuple(tries),
+            phases=dict(self.phases),
+            driver_calls=calls,
+        )
