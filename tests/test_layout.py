@@ -415,6 +415,23 @@ def test_a_block_may_never_meet_another_block() -> None:
     assert len(Layout(1, (a, b)).segments) == 2  # there is no block 1
 
 
+def test_a_tensor_may_never_meet_itself() -> None:
+    """Not even where aliasing is meant: indices (0, 1) and (1, 0) of this one are the same bytes."""
+    twice = Placement(spec("kv", (2, 2, None, 4)), 0, (16, 16, 8, 2))
+    for aliasing in (False, True):
+        with pytest.raises(
+            LayoutError, match=r"segment 1 of kv at 16\.\.24 and block 0 of segment 2 of kv at 16\.\.24"
+        ):
+            Layout(1, (twice,), aliasing)
+
+
+def test_a_short_tensor_behind_a_long_one_hides_no_overlap() -> None:
+    sizes = {"a": (0, 1), "long": (2, 8), "short": (4, 1)}
+    placements = tuple(Placement(spec(name, (None, n), torch.int8), at, (8, 1)) for name, (at, n) in sizes.items())
+    with pytest.raises(LayoutError, match=r"block 1 of segment 0 of a at 8\.\.9 and block 0 of .* long at 2\.\.10"):
+        Layout(2, placements, aliasing=True)
+
+
 def test_hulls_that_meet_need_one_block_stride() -> None:
     a, b = Placement(spec("a", (None, 4)), 0, (16, 2)), Placement(spec("b", (None, 4)), 8, (32, 2))
     for aliasing in (False, True):

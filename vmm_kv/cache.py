@@ -230,6 +230,8 @@ class KVCache:
         if blocks is not None:
             blocks = _count("back", blocks, 1, self.capacity)
         with self._operation("back", State.RESERVED, *(() if alias else (State.BACKED,))):
+            if self._backing.alias is not None:
+                raise StateError("back on a cache that has an alias backing: it reaches every block already")
             if blocks is None:
                 self._backing.map_alias()
                 mapped: Spans = ((0, self.reserved_bytes),)
@@ -247,13 +249,7 @@ class KVCache:
         """
         blocks = _count("commit", blocks, 1, self.capacity)
         with self._operation("prepare", State.RESERVED, State.BACKED, State.COMMITTED):
-            if blocks < self._blocks:
-                raise ValueError(
-                    f"commit of {blocks} blocks where {self._blocks} are usable: shrink() takes blocks away"
-                )
-            return PreparedCommit(
-                self, blocks, self._backing.create(self.layout.granules(blocks, self.unit)), self._version
-            )
+            return self._take(blocks)
 
     def commit(self, blocks: int) -> int:
         """Maps memory behind the first `blocks` blocks, zeroes what becomes usable, and returns the usable count.
@@ -263,12 +259,20 @@ class KVCache:
         """
         if self._state is State.COMMITTED and blocks == self._blocks:
             return self._blocks
-        step = self.prepare(blocks)
-        try:
-            return step.publish()
-        except BaseException:
-            step.discard()
-            raise
+        blocks = _count("commit", blocks, 1, self.capacity)
+        with self._operation("commit", State.RESERVED, State.BACKED, State.COMMITTED):
+            if self._state is State.COMMITTED and blocks == self._blocks:
+                return self._blocks
+            step = self._take(blocks)
+            try:
+                self._put(step, "commit")
+            except FaultedError:
+                raise
+            except BaseException:
+                if not step.done:
+                    self._holdings.release(chunk for _, chunk in step.pieces)
+                raise
+            return self._blocks
 
     def shrink(self, blocks: int) -> int:
         """Takes away the blocks from `blocks` on and returns the bytes of memory that this gave back.
@@ -315,8 +319,7 @@ class KVCache:
             self._tensors = {}
             self._version += 1
             errors += self._holdings.undo()
-            if not self._holdings.mappings and not self._holdings.chunks:
-                self._finalizer.detach()
+            if not self._holdings.mappings and not self._holdings.chunks and self._finalizer.detach():
                 bury(self._holdings)  # at most the addresses are left, under somebody's tensor
         if errors:
             raise VmmError(
@@ -371,28 +374,38 @@ class KVCache:
             raise
         return new
 
+    def _take(self, blocks: int) -> PreparedCommit:
+        if blocks < self._blocks:
+            raise ValueError(f"commit of {blocks} blocks where {self._blocks} are usable: shrink() takes blocks away")
+        pieces = self._backing.create(self.layout.granules(blocks, self.unit))
+        return PreparedCommit(self, blocks, pieces, self._version)
+
+    def _put(self, step: PreparedCommit, operation: str) -> None:
+        backing = self._backing
+        zero = difference(self._zeroed.spans(step.blocks) if self._zeroed else (), self.layout.spans(self._blocks))
+        spare: list[Chunk] = []
+        if backing.alias is None:
+            backing.map(step.pieces, zero)
+        else:
+            with self._around_unmap(operation, ((0, self.reserved_bytes),)):
+                spare = [backing.replace_alias(step.pieces, zero)]
+        step.done = True  # whatever a listener raises now, the chunks are in use
+        self._state = State.COMMITTED
+        self._version += 1
+        try:
+            new = union((offset, offset + chunk.size) for offset, chunk in step.pieces)
+            self._listeners.mapped(operation, backing.absolute(new), self.generation)
+        finally:
+            self._blocks = step.blocks  # invariant 4: raised last
+            self._holdings.release(spare)
+
     def _publish(self, step: PreparedCommit) -> int:
         with self._operation("publish", State.RESERVED, State.BACKED, State.COMMITTED):
             if step.version != self._version:
                 raise StateError(
                     f"this prepared commit of {step.blocks} blocks is stale: the cache has changed since. Discard it"
                 )
-            backing = self._backing
-            zero = difference(self._zeroed.spans(step.blocks) if self._zeroed else (), self.layout.spans(self._blocks))
-            spare: list[Chunk] = []
-            if backing.alias is None:
-                backing.map(step.pieces, zero)
-            else:
-                with self._around_unmap("publish", ((0, self.reserved_bytes),)):
-                    spare = [backing.replace_alias(step.pieces, zero)]
-            self._state = State.COMMITTED
-            self._version += 1
-            try:
-                new = union((offset, offset + chunk.size) for offset, chunk in step.pieces)
-                self._listeners.mapped("publish", backing.absolute(new), self.generation)
-            finally:
-                self._blocks = step.blocks  # invariant 4: raised last
-                self._holdings.release(spare)
+            self._put(step, "publish")
             return self._blocks
 
     def _discard(self, pieces: Pieces) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class Listeners:
     def add(self, listener: RemapListener) -> None:
         self._listeners = (*self._listeners, listener)
 
+    def _foreign_code(self, operation: str) -> AbstractContextManager[None]:
+        """The gate's callbacks, where there is anybody to call: else other threads simply wait."""
+        return self._gate.callbacks(operation) if self._quiesce or self._listeners else nullcontext()
+
     @contextmanager
     def around_unmap(self, operation: str, spans: Sequence[Span], generation: Callable[[], int]) -> Iterator[None]:
         """Around a change that takes the pages behind `spans` away.
@@ -54,7 +58,7 @@ class Listeners:
             yield
             return
         listeners = self._listeners
-        with self._gate.callbacks(operation):
+        with self._foreign_code(operation):
             if self._quiesce:
                 self._quiesce()
             self._driver.synchronize()
@@ -64,15 +68,15 @@ class Listeners:
         except FaultedError:
             raise
         except BaseException:
-            with self._gate.callbacks(operation):
+            with self._foreign_code(operation):
                 self.errors = _announce_map(listeners, spans, generation())
             raise
 
     def mapped(self, operation: str, spans: Sequence[Span], generation: int) -> None:
         """Tells of new pages. What listeners raise is left in `errors`."""
         self.errors = ()
-        if spans and self._listeners:
-            with self._gate.callbacks(operation):
+        if spans:
+            with self._foreign_code(operation):
                 self.errors = _announce_map(self._listeners, spans, generation)
 
     def closing(self, spans: Sequence[Span], generation: int) -> list[Exception]:
@@ -83,7 +87,7 @@ class Listeners:
         calls: list[Callable[[], None]] = [self._quiesce] if self._quiesce else []
         calls.append(self._driver.synchronize)
         calls += [partial(listener.before_unmap, spans, generation) for listener in self._listeners]
-        with self._gate.callbacks("close"):
+        with self._foreign_code("close"):
             for call in calls:
                 try:
                     call()

@@ -20,7 +20,8 @@ class PreparedCommit:
         self.version = version
         """The cache's version at the time. Another operation since then makes the step stale."""
         self._cache = cache
-        self._done = False
+        self.done = False
+        """Whether the chunks were published or given back."""
 
     @property
     def bytes(self) -> int:
@@ -33,14 +34,12 @@ class PreparedCommit:
         If it fails, everything but these chunks is as it was before: publish again, or discard. Raises `StateError`
         for a step that is stale or done.
         """
-        if self._done:
+        if self.done:
             raise StateError(f"this prepared commit of {self.blocks} blocks was published or discarded before")
-        usable = self._cache._publish(self)
-        self._done = True
-        return usable
+        return self._cache._publish(self)
 
     def discard(self) -> None:
         """Gives the chunks back. Does nothing if they were published or given back before."""
-        if not self._done:
+        if not self.done:
             self._cache._discard(self.pieces)
-            self._done = True
+            self.done = True

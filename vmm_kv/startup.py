@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vmm_kv.budget import BudgetError, Plan, Request, capacity_bound
+from vmm_kv.budget import BudgetError, Plan, Request, capacity_bound, transient
 from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
 from vmm_kv.errors import OutOfPhysicalMemory, StateError
@@ -63,7 +63,7 @@ class Startup:
         self.footprints: list[Footprint] = []
         self.report: StartupReport | None = None
         self._backing = "none"
-        self._peak_of_step: int | None = None
+        self._transient: int | None = None
         self._profile_blocks = 0
         self._calls = dict(device.driver.calls())
         self._captures = device.captures
@@ -124,7 +124,10 @@ class Startup:
         with self._phase("worst step"):
             yield
         memory.synchronize()
-        self._peak_of_step = max(memory.peak_reserved(), self._peak_of_step or 0)
+        peak = memory.peak_reserved()
+        flush(memory)
+        # Against what stays now: what comes or goes between here and a later commit is no part of the step.
+        self._transient = max(transient(peak, memory.reserved()), self._transient or 0)
 
     def commit(self) -> StartupReport:
         """Measures, sizes and maps. Called again, it grows to what is there by now, or raises with the excess.
@@ -189,7 +192,7 @@ class Startup:
             capacity=min(cache.capacity for cache in self.caches),
             cost=self._cost,
             blocks_within=self._blocks_within,
-            peak_of_step=self._peak_of_step,
+            peak_of_step=None if self._transient is None else self.readings[-1].reserved + self._transient,
             headroom=self.headroom,
             context=self.device.context_bytes,
             in_place=mapped,

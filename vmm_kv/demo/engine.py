@@ -88,8 +88,9 @@ class Served:
 class Engine:
     """Serves requests from one KV tensor a layer, (blocks, 2, block_size, kv_heads, head_dim).
 
-    Until `open`, only the blocks below `config.profile_blocks` are used; from then on those below the given count.
-    Before `capture` decode runs eagerly, on the same inputs and paddings.
+    `running`: the requests being served; `done`: the number of those that are complete. Until `open`, only the blocks
+    below `config.profile_blocks` are used; from then on those below the given count. Before `capture` decode runs
+    eagerly, on the same inputs and paddings.
     """
 
     def __init__(self, model: Decoder, kv: Sequence[Tensor], graphs: Graphs, config: EngineConfig) -> None:
@@ -97,6 +98,7 @@ class Engine:
         self.kv = list(kv)
         self.config = config
         self.running: list[Running] = []
+        self.done = 0
         self.blocks: BlockAllocator | None = None
         self._device_graphs = graphs
         self._graphs: dict[int, Graph] = {}
@@ -132,14 +134,18 @@ class Engine:
         logger.info("captured %d graphs", len(self._graphs))
 
     def worst_step(self) -> None:
-        """The largest eager step that serving can meet: the longest prefill."""
+        """The largest that serving can meet outside of graphs: the longest prefill, the sampling of a full batch."""
         length = self.config.longest - 1
         ids = range(paging.NULL_BLOCK + 1, self.config.profile_blocks)
-        self._prefill([0] * length, list(islice(cycle(ids), self.config.table_width)))
+        logits = self._prefill([0] * length, list(islice(cycle(ids), self.config.table_width)))
+        batch = self.config.ladder[-1]
+        generators = [torch.Generator().manual_seed(row) for row in range(batch)]
+        sample(logits.cpu().expand(batch, -1), generators, self.config.temperature)
 
-    def open(self, blocks: int) -> None:
-        """From now on `blocks` blocks are usable, ids 0 to blocks - 1."""
+    def open(self, blocks: int) -> BlockAllocator:
+        """From now on `blocks` blocks are usable, ids 0 to blocks - 1. Returns who hands them out."""
         self.blocks = BlockAllocator(blocks, self.config.seed)
+        return self.blocks
 
     def serve(self, requests: Iterable[Request], on_step: Callable[[Engine], None] | None = None) -> Served:
         """Runs the requests to their ends. `on_step` is called after each decode step.
@@ -205,6 +211,7 @@ class Engine:
                 served.tokens[sequence.index] = sequence.tokens[len(sequence.request.prompt) :]
                 blocks.give_back(sequence.table)
                 self.running.remove(sequence)
+                self.done += 1
 
     def _prefill(self, tokens: list[int], table: list[int]) -> Tensor:
         """Logits of the last token, (1, vocab_size)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu, softmax
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from vmm_kv.demo import paging
 from vmm_kv.demo.config import ModelConfig
@@ -84,16 +84,16 @@ class Decoder:
     def _attention(self, layer: Layer, x: Tensor, batch: Batch, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
         b, t = batch.tokens.shape
-        query, key, value = linear(x, layer.qkv).view(b, t, -1, dim).split((heads, kv_heads, kv_heads), dim=2)
+        heads_of_all = linear(x, layer.qkv).view(b, t, -1, dim)
+        query, key, value = torch.split(heads_of_all, [heads, kv_heads, kv_heads], dim=2)
         paging.write(cache, batch.slots, _turned(key, cos, sin), value)
         keys, values = paging.read(cache, batch.tables)
         # The heads of a group share keys, so they and the tokens make one matrix: (B, kv_heads, T * group, dim).
         query = _turned(query, cos, sin).view(b, t, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3)
-        scores = (query @ keys.transpose(2, 3)).float().view(b, kv_heads, t, -1, keys.shape[2]) * dim**-0.5
         # With a table in order, the column is the position.
-        hidden = torch.arange(keys.shape[2], device=self.device) > batch.positions.unsqueeze(-1)
-        weights = softmax(scores.masked_fill(hidden[:, None, :, None, :], float("-inf")), dim=-1)
-        mixed = weights.to(values.dtype).flatten(2, 3) @ values
+        seen = torch.arange(keys.shape[2], device=self.device) <= batch.positions.unsqueeze(-1)
+        mask = seen.repeat_interleave(heads // kv_heads, dim=1).unsqueeze(1)
+        mixed = scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return linear(mixed.view(b, kv_heads, t, -1).transpose(1, 2).reshape(b, t, -1), layer.out)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ def write(kv: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
 
 def read(kv: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, (B, kv_heads, N * block_size, head_dim) each, of the blocks in tables (B, N)."""
-    batch, width = tables.shape
-    picked = kv.index_select(0, tables.reshape(-1)).view(batch, width, *kv.shape[1:])
-    # (B, N, 2, block_size, kv_heads, head_dim): the two halves, with a sequence's tokens in one row.
-    keys, values = picked.permute(2, 0, 4, 1, 3, 5).flatten(3, 4).unbind(0)
-    return keys, values
+    halves, picks = kv.view(-1, *kv.shape[2:]), tables.reshape(-1) * 2
+    keys, values = halves.index_select(0, picks), halves.index_select(0, picks + 1)
+    shape = (len(tables), -1, *kv.shape[3:])
+    return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)

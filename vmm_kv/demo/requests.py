@@ -8,8 +8,8 @@ from itertools import cycle, islice
 from pathlib import Path
 
 # Sixteenths of the longest sequence. Several lengths, so that requests come and go and many batch sizes occur.
-_PROMPT_LENGTHS = (5, 9, 7, 11, 4, 10, 8, 6)
-_ANSWER_LENGTHS = (3, 4, 2, 5, 3)
+_PROMPT_LENGTHS = (9, 12, 7, 13, 10, 6, 11, 8)
+_ANSWER_LENGTHS = (2, 3, 1, 2, 3)
 
 
 @dataclass(frozen=True)

@@ -111,5 +111,12 @@ class Driver(ABC):
         """How often each primitive was called since the device was opened, failed calls included. No driver call."""
 
     @abstractmethod
+    def peak_used(self, *, reset: bool = False) -> int | None:
+        """The most bytes of the device in use since the last reset, None where the driver cannot tell. No driver call.
+
+        `reset` starts anew from what is in use now, after reading.
+        """
+
+    @abstractmethod
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""

@@ -115,6 +115,12 @@ class HostDriver(Driver):
     def calls(self) -> dict[str, int]:
         return self.model.calls()
 
+    def peak_used(self, *, reset: bool = False) -> int:
+        peak = self.model.peak_used(self.index)
+        if reset:
+            self.model.reset_peak(self.index)
+        return peak
+
     def capturing(self) -> bool:
         """Host graphs run eagerly on no stream; only the process-wide counter knows of their capture."""
         return False

@@ -12,15 +12,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vmm_kv.errors import StateError
-from vmm_kv.host.memory import HostMemory, new_storages, tensors
+from vmm_kv.host.memory import HostMemory
+from vmm_kv.host.operations import OperationMode, new_storages, out_overload, tensors, writes
 from vmm_kv.host.pool import GraphPool
 
 aten = torch.ops.aten
@@ -104,14 +104,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, pool: GraphPool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._pool = pool
         self.calls: list[Callable[[], object]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_uncapturable(func, args, kwargs)
         result = func(*args, **kwargs)
         homes = {}
@@ -120,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             homes[key].copy_(storage)
         args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
         if not homes:
-            if _writes(func):
+            if writes(func):
                 self.calls.append(partial(func._op, *args, **kwargs))
             return result  # of a view, or of an operation in place
         result = tree_map_only(torch.Tensor, partial(_move, homes), result)
@@ -143,15 +142,17 @@ def _move(homes: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> torch
 def _lay(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     # never an inference tensor, not even in inference_mode: it may be written to from outside as well
     with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=like.dtype)
-        return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+        laid = torch.empty(0, dtype=like.dtype)
+        laid.set_(storage, like.storage_offset(), like.size(), like.stride())
+        laid = laid.conj() if like.is_conj() else laid
+        return torch._neg_view(laid) if like.is_neg() else laid
 
 
 def _rerun(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Callable[[], object]:
     """A call that computes `outputs` again, straight into their place where torch has a way to."""
     if func is aten._to_copy.default:
         return partial(outputs[0].copy_, args[0])
-    out = _out_overload(func)
+    out = out_overload(func)
     if out is not None:
         overload, names = out
         return partial(overload._op, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
@@ -161,27 +162,6 @@ def _rerun(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Ca
             output.copy_(value)
 
     return rerun_and_copy
-
-
-@cache
-def _writes(func: Any) -> bool:
-    return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
-
-
-@cache
-def _out_overload(func: Any) -> tuple[Any, list[str]] | None:
-    """The overload that writes to given outputs and else takes the same arguments, with the names of the outputs."""
-    if _writes(func):
-        return None
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
-    returns = [str(value.type) for value in func._schema.returns]
-    for name in func._overloadpacket.overloads():
-        overload = getattr(func._overloadpacket, name)
-        outs = [a for a in overload._schema.arguments if a.is_out]
-        inputs = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
-        if outs and inputs == wanted and [str(a.type) for a in outs] == returns == ["Tensor"] * len(outs):
-            return overload, [a.name for a in outs]
-    return None
 
 
 def _refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:

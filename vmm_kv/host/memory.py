@@ -1,8 +1,8 @@
 """The framework's caching allocator, acted out: torch operations charge a byte budget, and freed bytes stay cached.
 
-What is counted is live storage, as an operation's output. Scratch inside a kernel is not seen, and neither are storages
-that grow by `resize_` or come from elsewhere (files, numpy, DLPack). The cache is a figure: its bytes serve a request
-of any size, so nothing is lost to fragmentation, where a GPU loses some.
+What is counted is live storage, as an operation's output. Scratch inside a kernel is not seen, nor are sparse tensors,
+storages that grow by `resize_`, and those that come from elsewhere (files, numpy, DLPack). The cache is a figure: its
+bytes serve a request of any size, so nothing is lost to fragmentation, where a GPU loses some.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from vmm_kv.host.operations import OperationMode, may_allocate, new_storages, tensors
 
 if TYPE_CHECKING:
     from vmm_kv._native import DeviceModel
@@ -30,27 +30,6 @@ _T = TypeVar("_T")
 
 def round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
-
-
-def tensors(tree: object) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, which nest in tuples, lists and dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors(item)
-    elif isinstance(tree, dict):
-        yield from tensors(tuple(tree.values()))
-
-
-def new_storages(result: object, inputs: object) -> dict[int, torch.UntypedStorage]:
-    """The storages of `result` that no tensor of `inputs` lies in, by their identity; empty ones left out.
-
-    By storage and not by schema: `_unsafe_view` and its like are views although their schema says otherwise.
-    """
-    old = {t.untyped_storage()._cdata for t in tensors(inputs)}
-    found = {s._cdata: s for s in (t.untyped_storage() for t in tensors(result))}
-    return {key: storage for key, storage in found.items() if key not in old and storage.nbytes()}
 
 
 def drain(queue: deque[_T]) -> Iterator[_T]:
@@ -162,7 +141,7 @@ class HostMemory:
         """Charges the storages of `result` that are new, all or none, until they die. Raises OutOfMemoryError."""
         if self._thread.paused:
             return
-        storages = new_storages(result, inputs)
+        storages = new_storages(_strided(result), _strided(inputs))
         with self.settled():
             sizes = {key: round_up(s.nbytes(), GRAIN) for key, s in storages.items() if key not in self._live}
             if not sizes:
@@ -249,23 +228,22 @@ class _Thread(threading.local):
     paused = False
 
 
-class _Charge(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Charge(OperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: HostMemory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory = memory
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             self._memory.charge(result, ())  # torch.tensor(...): its output is its input, and new to us
-        elif _may_allocate(func):
+        elif may_allocate(func):
             self._memory.charge(result, (args, kwargs))
         return result
 
 
-@cache
-def _may_allocate(func: Any) -> bool:
-    return any(value.alias_info is None for value in func._schema.returns)
+def _strided(tree: object) -> list[torch.Tensor]:
+    return [t for t in tensors(tree) if t.layout is torch.strided]
 
 
 def _text(nbytes: int) -> str:

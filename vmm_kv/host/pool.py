@@ -11,6 +11,7 @@ import mmap
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -49,14 +50,14 @@ class _Segment:
         insort(self.gaps, (start, end))
 
 
-class Block:
-    """Bytes in use, and two storages over them: the user's, whose death frees the block, and its twin for graphs."""
+@dataclass(frozen=True)
+class _Block:
+    """Bytes in use. Two storages lie over them: the user's, whose death frees the block, and its twin for graphs."""
 
-    def __init__(self, segment: _Segment, address: int, size: int, twin: torch.UntypedStorage) -> None:
-        self.segment = segment
-        self.address = address
-        self.size = size
-        self.twin = twin
+    segment: _Segment
+    address: int
+    size: int
+    twin: torch.UntypedStorage
 
 
 class GraphPool:
@@ -69,8 +70,8 @@ class GraphPool:
         self.memory = memory
         self.segments: list[_Segment] = []
         self._lease = Lease()
-        self._live: dict[int, Block] = {}
-        self._dead: deque[Block] = deque()
+        self._live: dict[int, _Block] = {}
+        self._dead: deque[_Block] = deque()
         self._graphs = 0
         self._ended: deque[None] = deque()
 
@@ -91,7 +92,7 @@ class GraphPool:
         size = round_up(nbytes, GRAIN)
         with self.memory.settled():
             segment, address = self._take(size)
-            block = Block(segment, address, size, self._storage(address, nbytes))
+            block = _Block(segment, address, size, self._storage(address, nbytes))
             self._live[address] = block
         storage = self._storage(address, nbytes)
         when_dead(storage, self._dead.append, block)

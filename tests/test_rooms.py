@@ -1,0 +1,169 @@
+"""Who may know what: only vmm_kv/driver names a driver, imports bring in nothing heavy, and no module grows too long.
+
+A rule is a function from source text to findings, and is itself tried on a text that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vmm_kv
+
+PACKAGE = Path(vmm_kv.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+OUTSIDE = [path for path in MODULES if PACKAGE / "driver" not in path.parents]
+
+DRIVER_NAME = re.compile(
+    r"\b(?:cu|hip|ncu|hsa_amd_v)(?:Mem|Device|Ctx|Init|Stream|Get|Driver|mem_)\w*|\b(?:lib)(?:cuda|amdhip64)\b"
+)
+BINDINGS = {"cuda", "hip"}
+# mem_info, charge, credit and the readings are the framework stand-in's to call as well.
+PRIMITIVES = {"reserve", "create", "release", "map", "unmap", "set_access", "get_access", "free_address", "zero"}
+LONGEST = 400
+
+
+def driver_words(source: str) -> list[str]:
+    """Names, attributes, imports and string constants that are a driver's function or a binding of one."""
+    found: list[str] = []
+    tree = ast.parse(source)
+    prose = _docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found += DRIVER_NAME.findall(node.id)
+        elif isinstance(node, ast.Attribute):
+            found += DRIVER_NAME.findall(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            found += DRIVER_NAME.findall(node.value)
+            found += re.findall(r"\b(?:cuda\.bindings|cuda\.core|hip\.hip)\b", node.value)
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in BINDINGS]
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in BINDINGS:
+            found.append(node.module or "")
+    return found
+
+
+def _docstrings(tree: ast.AST) -> list[ast.Constant]:
+    """String constants that are statements of their own: prose, which may say what a driver calls a thing."""
+    return [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+
+
+def model_calls(source: str) -> list[str]:
+    """Primitives named on a device model: `model.map`, `self._model.create`, `driver.model.zero`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in PRIMITIVES:
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if name.lstrip("_").endswith("model"):
+                found.append(f"{name}.{node.attr}")
+    return found
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_the_walk_sees_the_package() -> None:
+    names = {relative(path) for path in MODULES}
+    assert {"cache.py", "startup.py", "driver/host.py", "host/memory.py", "demo/engine.py"} <= names
+    assert len(OUTSIDE) < len(MODULES)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=relative)
+def test_only_the_driver_package_names_a_driver(path: Path) -> None:
+    source = path.read_text()
+    assert driver_words(source) == []
+    assert model_calls(source) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cuMemCreate(1)",
+        "lib.cuMemMap",
+        "call('hipMemAddressReserve')",
+        "from cuda.bindings import driver",
+        "import cuda",
+        "from hip import hip",
+        "import_module('cuda.bindings.driver')",
+        "import_module('hip.hip')",
+        "lib = cdll('libcuda.so.1')",
+        "x = 'cuMemSetAccess failed'",
+    ],
+)
+def test_the_rule_on_names_finds_what_breaks_it(line: str) -> None:
+    assert driver_words(f"def f():\n    {line}\n")
+
+
+@pytest.mark.parametrize("line", ["torch.cuda.is_available()", "open_device('cuda')", "'''calls cuMemMap'''", "x.hip"])
+def test_the_rule_on_names_leaves_the_rest_alone(line: str) -> None:
+    assert not driver_words(f"def f():\n    {line}\n")
+
+
+def test_the_rule_on_primitives_finds_what_breaks_it() -> None:
+    source = (
+        "model.map(1, 2, 0, 3)\nself._model.create(0, 1)\nf = driver.model.set_access\ncache.map(1)\nmodel.charge(0, 1)"
+    )
+    assert sorted(model_calls(source)) == ["_model.create", "model.map", "model.set_access"]
+    assert model_calls((PACKAGE / "driver" / "host.py").read_text())
+
+
+def imported_by(statements: str) -> set[str]:
+    """Top-level modules there are after the statements, in a new interpreter."""
+    script = f"import sys\n{statements}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import vmm_kv\ndir(vmm_kv)",
+        "import vmm_kv.budget",
+        "import vmm_kv.spans",
+        "import vmm_kv.layout",
+        "import vmm_kv.errors",
+    ],
+)
+def test_an_import_brings_no_torch_and_no_binding(statements: str) -> None:
+    """Invariant 14."""
+    loaded = imported_by(statements)
+    assert "vmm_kv" in loaded
+    assert not loaded & {"torch", "numpy", *BINDINGS}
+
+
+def test_the_host_device_runs_with_no_binding() -> None:
+    """Invariant 14."""
+    loaded = imported_by("import vmm_kv\nvmm_kv.open_device('host:2MiB')")
+    assert "torch" in loaded
+    assert not loaded & BINDINGS
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_stays_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < LONGEST
+
+
+def test_every_public_name_resolves_and_has_its_home_in_the_package() -> None:
+    assert vmm_kv.__all__ == sorted(set(vmm_kv.__all__))
+    for name in vmm_kv.__all__:
+        found = getattr(vmm_kv, name)
+        assert found.__name__ == name
+        assert getattr(importlib.import_module(found.__module__), name) is found
+        assert found.__module__.startswith("vmm_kv.")
+    assert set(vmm_kv.__all__) <= set(dir(vmm_kv))
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = vmm_kv.nonsense
