@@ -120,7 +120,7 @@ def _proof(run: DemoRun) -> Table:
         (result.addresses_stable, "every address is where it was when it was reserved"),
         (result.tokens_match, f"all {result.tokens_generated} tokens equal those on an ordinary cache"),
         (result.logits_match, f"so are the logits of every step (checksum {result.logits_checksum[:12]})"),
-        (result.peak_used_bytes <= result.requested_bytes, f"never above {readable(result.requested_bytes)}, the request"),
+        (result.peak_used_bytes <= result.requested_bytes, f"never above the {readable(result.requested_bytes)} asked"),
     ]  # fmt: skip
     for good, text in checks:
         table.add_row(Text("yes", style="green") if good else Text("NO", style="bold red"), text)
