@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vmm_kv._native import DeviceModel
-from vmm_kv.cache import KVCache, State
+from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
 from vmm_kv.device import Device, open_host
 from vmm_kv.driver import Quirks
@@ -31,6 +31,7 @@ from vmm_kv.host import HostMemory
 from vmm_kv.layout import Layout, TensorSpec
 from vmm_kv.prepared import PreparedCommit
 from vmm_kv.spans import Span, length, union
+from vmm_kv.state import State
 
 G = 4096
 NOTHING = {"handles": 0, "mappings": 0, "reservations": 0}

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from vmm_kv._native import DeviceModel
-from vmm_kv.cache import KVCache, State
+from vmm_kv.cache import KVCache
 from vmm_kv.device import Device, open_host
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import DriverError, FaultedError, StateError, VmmError
 from vmm_kv.layout import Layout, TensorSpec
 from vmm_kv.spans import Span, difference, touches, union
+from vmm_kv.state import State
 
 G = 4096
 CAPACITY = 12

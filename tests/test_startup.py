@@ -13,13 +13,14 @@ import torch
 
 from vmm_kv._native import DeviceModel
 from vmm_kv.budget import BudgetError
-from vmm_kv.cache import KVCache, State
+from vmm_kv.cache import KVCache
 from vmm_kv.device import Device, Graph, open_host
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import DriverError, OutOfPhysicalMemory, StateError
 from vmm_kv.layout import TensorSpec
 from vmm_kv.report import StartupReport
 from vmm_kv.startup import Startup
+from vmm_kv.state import State
 
 G = 4096
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vmm_kv.cache import KVCache, State
+    from vmm_kv.cache import KVCache
     from vmm_kv.device import Device, open_device
     from vmm_kv.errors import (
         DriverError,
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from vmm_kv.layout import Layout, Placement, TensorSpec
     from vmm_kv.report import StartupReport
     from vmm_kv.startup import Startup
+    from vmm_kv.state import State
 
 _HOMES = {
     "KVCache": "cache",
-    "State": "cache",
+    "State": "state",
     "Device": "device",
     "open_device": "device",
     "Layout": "layout",

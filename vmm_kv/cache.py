@@ -8,14 +8,12 @@ The rules are numbered in DESIGN.md; comments cite them.
 
 from __future__ import annotations
 
-import enum
 import operator
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -29,23 +27,18 @@ from vmm_kv.holdings import Holdings, bury, empty_graveyard
 from vmm_kv.layout import Layout, TensorSpec
 from vmm_kv.listeners import Listeners, RemapListener
 from vmm_kv.pages import Chunk, Reservation
+from vmm_kv.prefix import map_prefix
 from vmm_kv.prepared import PreparedCommit
 from vmm_kv.segments import SegmentRow, segment_rows
 from vmm_kv.spans import Spans, difference, length, touches, union
+from vmm_kv.state import State
 from vmm_kv.tensors import byte_tensor, placed_view
+from vmm_kv.zeroing import zeroed_layout
 
 if TYPE_CHECKING:
     import torch
 
     from vmm_kv.device import Device
-
-
-class State(enum.Enum):
-    RESERVED = "reserved"
-    BACKED = "backed"
-    COMMITTED = "committed"
-    FAULTED = "faulted"
-    CLOSED = "closed"
 
 
 class KVCache:
@@ -74,7 +67,7 @@ class KVCache:
         chunking = Chunking.choose(layout, driver, device.total_bytes, chunk)
         self.device = device
         self.layout = layout
-        self._zeroed = _zeroed_layout(layout, zero)
+        self._zeroed = zeroed_layout(layout, zero)
         self._gate = Gate()
         self._listeners = Listeners(driver, self._gate, quiesce)
         self._state = State.RESERVED
@@ -236,7 +229,7 @@ class KVCache:
                 self._backing.map_alias()
                 mapped: Spans = ((0, self.reserved_bytes),)
             else:
-                mapped = self._back_prefix(blocks)
+                mapped = map_prefix(self._backing, self.layout, blocks)
             self._state = State.BACKED
             self._version += 1
             self._listeners.mapped("back", self._backing.absolute(mapped), self.generation)
@@ -357,23 +350,6 @@ class KVCache:
     def _around_unmap(self, operation: str, going: Spans) -> AbstractContextManager[None]:
         return self._listeners.around_unmap(operation, self._backing.absolute(going), lambda: self.generation)
 
-    def _back_prefix(self, blocks: int) -> Spans:
-        """Maps and zeroes a prefix, and returns what is new. Granules may hold more blocks than were asked for."""
-        backing, layout = self._backing, self.layout
-        before = self.backed
-        pieces = backing.create(layout.granules(blocks, self.unit))
-        new = union((offset, offset + chunk.size) for offset, chunk in pieces)
-        mapped = union(backing.mapped, new)
-        after = layouts.blocks_within(layout, length(mapped), self.unit, mapped)
-        try:
-            backing.map(pieces, difference(layout.spans(after), layout.spans(before)))
-        except FaultedError:
-            raise
-        except BaseException:
-            self._holdings.release(chunk for _, chunk in pieces)
-            raise
-        return new
-
     def _take(self, blocks: int) -> PreparedCommit:
         if blocks < self._blocks:
             raise ValueError(f"commit of {blocks} blocks where {self._blocks} are usable: shrink() takes blocks away")
@@ -421,14 +397,3 @@ def _count(operation: str, blocks: int, least: int, most: int) -> int:
     if not least <= number <= most:
         raise ValueError(f"{operation} of {number} blocks: it must be {least} to {most}")
     return number
-
-
-def _zeroed_layout(layout: Layout, zero: bool | Collection[str]) -> Layout | None:
-    """The part of the layout that is zeroed before use."""
-    if isinstance(zero, bool):
-        return layout if zero else None
-    unknown = set(zero) - {placement.spec.name for placement in layout.placements}
-    if unknown:
-        raise ValueError(f"zero names tensors that the layout does not have: {sorted(unknown)}")
-    chosen = tuple(placement for placement in layout.placements if placement.spec.name in zero)
-    return replace(layout, placements=chosen) if chosen else None
