@@ -15,13 +15,13 @@ setup: $(STAMP)
 	touch $@
 
 $(STAMP): .venv/pip pyproject.toml constraints.txt CMakeLists.txt $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[test,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e '.[test,bench]'
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/vmm-kv demo
 
-# pytest by its script, not -m: the installed package is tested, not the source tree, which has no compiled part.
+# Editable: child processes of the tests start in this folder and must find the compiled part.
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile
 
