@@ -235,8 +235,11 @@ def test_a_commit_from_alias_holds_the_alias_until_it_is_done(device: Device) ->
     cache = make(device)
     cache.back(alias=True)
     model(device).charge(0, 512 * G - 2 * G - 11 * G)
-    with pytest.raises(OutOfPhysicalMemory, match=r"create on host:0 failed: out of memory .*; asked for \d+ bytes"):
+    with pytest.raises(
+        OutOfPhysicalMemory, match=r"create on host:0 failed: out of memory .*; asked for \d+ bytes"
+    ) as e:
         cache.commit(10)
+    assert f"The whole operation needs {12 * G} bytes, " in str(e.value)
     assert (cache.state, cache.generation, mapped(cache)) == (State.BACKED, 0, ((0, cache.reserved_bytes),))
     model(device).credit(0, G)
     assert cache.commit(10) == 10

@@ -375,6 +375,23 @@ def test_close_goes_through_everything_and_names_all_that_failed() -> None:
     assert life.called() == calls
 
 
+def test_close_that_only_a_listener_disturbed_says_that_it_is_complete() -> None:
+    life = Life("kv_split", "prefix")
+    life._reserve()
+    life.there.commit(CAPACITY)
+
+    class Disturbing:
+        def before_unmap(self, spans: object, generation: int) -> None:
+            raise RuntimeError("cannot deregister")
+
+        def after_map(self, spans: object, generation: int) -> None: ...
+
+    life.there.add_listener(Disturbing())
+    with pytest.raises(VmmError, match="close on host:0 is complete, but cannot deregister"):
+        life.there.close()
+    life.check_clean()
+
+
 def test_c69_a_failure_in_the_second_half_leaks_nothing() -> None:
     """C69: K is taken, V fails: all of K goes back."""
     life = Life("kv_split", "prefix")

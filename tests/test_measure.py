@@ -15,11 +15,11 @@ from vmm_kv.measure import (
     Footprint,
     MemoryReading,
     flush,
-    measure_step,
     other,
     others,
     plan_from_readings,
     read_memory,
+    step_peak,
 )
 
 MIB = 1 << 20
@@ -368,11 +368,10 @@ def test_flush_collects_before_it_empties() -> None:
 def test_step_starts_from_a_flushed_cache() -> None:
     framework = Framework(now=100)
 
-    def step() -> None:
+    with step_peak(framework) as peak:
         framework.calls.append("step")
         framework.now, framework.peak = 60, max(framework.peak, 80)
-
-    assert measure_step(framework, step) == 80
+    assert peak.reserved == 80
     order = ["synchronize", "empty_cache", "synchronize", "reset_peak", "step", "synchronize"]
     assert framework.calls == order
 

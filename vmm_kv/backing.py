@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from vmm_kv.chunking import Chunking
 from vmm_kv.driver import Driver, Span
-from vmm_kv.errors import FaultedError
+from vmm_kv.errors import FaultedError, OutOfPhysicalMemory
 from vmm_kv.holdings import Holdings
 from vmm_kv.pages import Chunk, Mapping
-from vmm_kv.spans import Spans, difference, union
+from vmm_kv.spans import Spans, difference, length, union
 
 Pieces = list[tuple[int, Chunk]]
 """Chunks with the offsets in the reservation that they are for, in order of offset."""
@@ -47,11 +47,16 @@ class Backing:
     def create(self, granules: Spans) -> Pieces:
         """Takes the memory for those granules that are not mapped yet. All or nothing."""
         pieces: Pieces = []
+        missing = difference(granules, self.mapped)
         try:
-            for start, stop in self.chunking.pieces(difference(granules, self.mapped)):
+            for start, stop in self.chunking.pieces(missing):
                 pieces.append((start, self.holdings.create(stop - start)))
-        except BaseException:
+        except BaseException as failure:
+            taken = sum(chunk.size for _, chunk in pieces)
             self.holdings.release(chunk for _, chunk in pieces)
+            if isinstance(failure, OutOfPhysicalMemory):
+                whole = f"The whole operation needs {length(missing)} bytes, {taken} were taken before and given back"
+                raise OutOfPhysicalMemory(f"{failure}. {whole}", call=failure.call, status=failure.status) from failure
             raise
         return pieces
 

@@ -304,7 +304,7 @@ def _bound_by(request: Request, share: int, room: int, blocks: int, capacity: in
     # for it; without this, a capacity derived from the request would always seem to bind.
     if request.blocks is None and blocks == capacity > 0:
         step = cost(capacity) - cost(capacity - 1)
-        if min(share, room) - cost(capacity) >= max(1, step):
+        if min(share, room) - cost(capacity) >= (step or cost(capacity) // capacity):
             return "capacity"
     return limit
 

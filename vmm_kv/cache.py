@@ -254,8 +254,6 @@ class KVCache:
             return self._blocks
         blocks = _count("commit", blocks, 1, self.capacity)
         with self._operation("commit", State.RESERVED, State.BACKED, State.COMMITTED):
-            if self._state is State.COMMITTED and blocks == self._blocks:
-                return self._blocks
             step = self._take(blocks)
             try:
                 self._put(step, "commit")
@@ -315,8 +313,9 @@ class KVCache:
             if not self._holdings.mappings and not self._holdings.chunks and self._finalizer.detach():
                 bury(self._holdings)  # at most the addresses are left, under somebody's tensor
         if errors:
+            done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
             raise VmmError(
-                f"close on {self.device.driver.name} is not complete, close again: " + "; ".join(map(str, errors))
+                f"close on {self.device.driver.name} {done} " + "; ".join(str(error) or repr(error) for error in errors)
             ) from errors[0]
 
     def __enter__(self) -> KVCache:
@@ -386,7 +385,7 @@ class KVCache:
 
     def _discard(self, pieces: Pieces) -> None:
         if self._state in (State.FAULTED, State.CLOSED):
-            return  # close() goes through every chunk, these among them
+            return  # close() goes through every chunk
         with self._operation("discard", State.RESERVED, State.BACKED, State.COMMITTED):
             self._holdings.release(chunk for _, chunk in pieces)
 

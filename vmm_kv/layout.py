@@ -8,8 +8,9 @@ Offsets, strides and sizes are in bytes from the base of the reservation unless 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -277,18 +278,16 @@ def cost(layout: Layout, blocks: int, unit: int, mapped: Spans = ()) -> int:
 
 
 def blocks_within(layout: Layout, budget: int, unit: int, mapped: Spans = ()) -> int:
-    """The most blocks whose cost is at most `budget` bytes, up to the capacity; 0 if not even one fits.
+    """The most blocks whose cost is at most `budget` bytes, up to the capacity; 0 if not even one fits."""
+    return most_blocks(lambda blocks: cost(layout, blocks, unit, mapped), budget, layout.capacity)
 
-    Exact, by bisection: `granules(n)` is contained in `granules(n + 1)`, so the cost never falls as blocks are added.
+
+def most_blocks(cost: Callable[[int], int], budget: int, capacity: int) -> int:
+    """The most blocks, 0 to `capacity`, with `cost(blocks) <= budget`; 0 if there are none.
+
+    Exact, by bisection: `granules(n)` is contained in `granules(n + 1)`, so a cost never falls as blocks are added.
     """
-    fits, fails = 0, layout.capacity + 1
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if cost(layout, middle, unit, mapped) <= budget:
-            fits = middle
-        else:
-            fails = middle
-    return fits
+    return bisect_right(range(1, capacity + 1), budget, key=cost)
 
 
 def cut_points(layout: Layout, unit: int) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,16 +132,25 @@ def flush(framework: FrameworkMemory) -> None:
     framework.synchronize()
 
 
-def measure_step(framework: FrameworkMemory, step: Callable[[], object]) -> int:
-    """Runs the eager worst-case step and returns the peak of reserved bytes in it.
+@dataclass
+class StepPeak:
+    """`reserved`: the most bytes that the allocator held during the step, known when the step is over."""
+
+    reserved: int = 0
+
+
+@contextmanager
+def step_peak(framework: FrameworkMemory) -> Iterator[StepPeak]:
+    """Around the eager worst-case step.
 
     From a flushed cache: blocks cached by earlier work would count as if the step needed them.
     """
     flush(framework)
     framework.reset_peak()
-    step()
+    peak = StepPeak()
+    yield peak
     framework.synchronize()
-    return framework.peak_reserved()
+    peak.reserved = framework.peak_reserved()
 
 
 def plan_from_readings(
@@ -160,7 +170,7 @@ def plan_from_readings(
 ) -> Plan:
     """Sizes the KV cache from the readings of a start-up: the first (R0), any between, the last after the flush (R1).
 
-    `peak_of_step` is `measure_step`'s result, or `None` if no step ran: then nothing is kept for transients unless
+    `peak_of_step` is what `step_peak` found, or `None` if no step ran: then nothing is kept for transients unless
     `headroom` names it. `context` is what this process held outside its allocator at R0, `None` if not known.
     `captures` are reported, and explain an excess; they are not subtracted again. The rest, and what is raised: see
     `vmm_kv.budget.plan`. Also raises `VmmError` if a reading contradicts itself or another one.

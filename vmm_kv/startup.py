@@ -12,8 +12,8 @@ from vmm_kv.budget import BudgetError, Plan, Request, capacity_bound, transient
 from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
 from vmm_kv.errors import OutOfPhysicalMemory, StateError
-from vmm_kv.layout import TensorSpec
-from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings
+from vmm_kv.layout import TensorSpec, most_blocks
+from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings, step_peak
 from vmm_kv.report import CommitTry, StartupReport
 
 if TYPE_CHECKING:
@@ -119,15 +119,11 @@ class Startup:
     def worst_step(self) -> Iterator[None]:
         """Around one eager step of the largest kind that serving can meet. Its peak is kept free."""
         memory = self.device.memory
-        flush(memory)
-        memory.reset_peak()
-        with self._phase("worst step"):
+        with step_peak(memory) as peak, self._phase("worst step"):
             yield
-        memory.synchronize()
-        peak = memory.peak_reserved()
         flush(memory)
         # Against what stays now: what comes or goes between here and a later commit is no part of the step.
-        self._transient = max(transient(peak, memory.reserved()), self._transient or 0)
+        self._transient = max(transient(peak.reserved, memory.reserved()), self._transient or 0)
 
     def commit(self) -> StartupReport:
         """Measures, sizes and maps. Called again, it grows to what is there by now, or raises with the excess.
@@ -137,7 +133,8 @@ class Startup:
         they are then.
         """
         caches = self._known_caches("commit")
-        again = self.report is not None
+        # Usable blocks without a report: the last commit mapped one cache and failed on the next.
+        again = self.report is not None or self._usable() > 0
         if not again:
             self._profile_blocks = min(cache.backed for cache in caches)
         plan = self._plan()
@@ -205,13 +202,7 @@ class Startup:
         return sum(cache.cost(blocks) for cache in self.caches)
 
     def _blocks_within(self, budget: int) -> int:
-        if len(self.caches) == 1:
-            return self.caches[0].blocks_within(budget)
-        fits, fails = 0, min(cache.capacity for cache in self.caches) + 1
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self._cost(middle) <= budget else (fits, middle)
-        return fits
+        return most_blocks(self._cost, budget, min(cache.capacity for cache in self.caches))
 
     def _upper_bound(self, specs: Sequence[TensorSpec]) -> int:
         if self.request.blocks is not None:

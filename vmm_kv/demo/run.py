@@ -200,8 +200,7 @@ def start(options: DemoOptions, tell: Tell | None = None) -> Started:
     tell("worst step", 0, 0)
     with startup.worst_step(), torch.no_grad():
         engine.worst_step()
-    backed = settings.profile_blocks if options.backing == "alias" else cache.backed
-    return Started(device, startup, cache, engine, model, backed, addresses)
+    return Started(device, startup, cache, engine, model, _blocks_of_memory(cache), addresses)
 
 
 def requests_for(started: Started, options: DemoOptions) -> list[Request]:
@@ -262,6 +261,11 @@ def _specs(shape: ModelConfig, block_size: int) -> list[TensorSpec]:
 
 def _kv(cache: KVCache, shape: ModelConfig) -> list[Tensor]:
     return [cache.tensors[f"layers.{i}.kv"] for i in range(shape.num_hidden_layers)]
+
+
+def _blocks_of_memory(cache: KVCache) -> int:
+    """The blocks that the memory behind the cache would hold: under an alias fewer than there are usable ids."""
+    return cache.physical_bytes // sum(placement.spec.block_bytes for placement in cache.layout.placements)
 
 
 def _addresses(cache: KVCache) -> tuple[int, ...]:
