@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/ready
 SOURCES := $(shell find csrc vmm_kv -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-bindings lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -25,6 +25,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile
 
+# The oldest bindings that are supported, each in an environment of its own under .venv-bindings (CI has the newest).
+test-bindings: test-bindings-cuda test-bindings-hip
+
+test-bindings-cuda: OLD_BINDING := cuda-python>=12.6,<13
+test-bindings-hip: OLD_BINDING := hip-python>=7.2,<7.3
+test-bindings-%:
+	$(PYTHON) -m venv .venv-bindings/$*
+	.venv-bindings/$*/bin/python -m pip install --quiet --constraint constraints.txt . pytest pytest-timeout '$(OLD_BINDING)'
+	.venv-bindings/$*/bin/pytest -p no:cacheprovider -k $* tests/testing/test_bindings_smoke.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +44,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/mapping.py
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-bindings build dist

@@ -27,7 +27,7 @@ from vmm_kv.errors import (
     VmmError,
 )
 from vmm_kv.holdings import empty_graveyard
-from vmm_kv.host import HostMemory
+from vmm_kv.host import HostFramework
 from vmm_kv.layout import Layout, TensorSpec
 from vmm_kv.prepared import PreparedCommit
 from vmm_kv.spans import Span, length, union
@@ -768,7 +768,7 @@ def test_operations_are_refused_inside_a_capture(
 def uniform() -> Device:
     driver = HostDriver(DeviceModel([4096 * G], G), quirks=Quirks(uniform_chunks=True))
     driver.model.poison = True
-    return Device(driver, torch.device("cpu"), HostMemory(driver.model, 0))
+    return Device(driver, torch.device("cpu"), HostFramework(driver.model))
 
 
 @pytest.mark.parametrize("chunk", ["auto", 2 * G, 8 * G])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from vmm_kv.budget import BudgetError, Plan, Request
+from vmm_kv.budget import BudgetError, Plan
 from vmm_kv.errors import VmmError
 from vmm_kv.measure import (
     Footprint,
@@ -21,6 +21,7 @@ from vmm_kv.measure import (
     read_memory,
     step_peak,
 )
+from vmm_kv.request import Request
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -24,6 +24,10 @@ DRIVER_NAME = re.compile(
     r"\b(?:cu|hip|ncu|hsa_amd_v)(?:Mem|Device|Ctx|Init|Stream|Get|Driver|mem_)\w*|\b(?:lib)(?:cuda|amdhip64)\b"
 )
 BINDINGS = {"cuda", "hip"}
+# The emulated libraries are put in place by the names of their files.
+LIBRARIES = {"libcuda", "libamdhip64"}
+# Checks on a real GPU that ask the driver itself what it does, where the seam has no word for it.
+BESIDE_THE_SEAM = {"testing/gpu_raw.py"}
 # mem_info, charge, credit and the readings are the framework stand-in's to call as well.
 PRIMITIVES = {"reserve", "create", "release", "map", "unmap", "set_access", "get_access", "free_address", "zero"}
 LONGEST = 400
@@ -81,8 +85,33 @@ def test_the_walk_sees_the_package() -> None:
 @pytest.mark.parametrize("path", OUTSIDE, ids=relative)
 def test_only_the_driver_package_names_a_driver(path: Path) -> None:
     source = path.read_text()
-    assert driver_words(source) == []
+    words = set(driver_words(source))
+    if PACKAGE / "testing" in path.parents:
+        words -= LIBRARIES
+    assert not words or relative(path) in BESIDE_THE_SEAM
     assert model_calls(source) == []
+
+
+def imports_of_testing(source: str) -> list[str]:
+    """What a module imports of `vmm_kv.testing`, anywhere in it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.startswith("vmm_kv.testing")]
+
+
+def test_only_one_place_can_open_an_emulation() -> None:
+    """It asks the environment first. Nothing else could put an emulated driver in place by accident."""
+    outside = {
+        relative(path)
+        for path in MODULES
+        if PACKAGE / "testing" not in path.parents and imports_of_testing(path.read_text())
+    }
+    assert outside == {"emulated.py"}
+    assert imports_of_testing("def f():\n    import vmm_kv.testing.gpu_raw\n") == ["vmm_kv.testing.gpu_raw"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +162,8 @@ def imported_by(statements: str) -> set[str]:
         "import vmm_kv.spans",
         "import vmm_kv.layout",
         "import vmm_kv.errors",
+        "import vmm_kv.gpu_drivers, vmm_kv.driver.cuda, vmm_kv.driver.hip",
+        "import vmm_kv.memory_source, vmm_kv.doctor",
     ],
 )
 def test_an_import_brings_no_torch_and_no_binding(statements: str) -> None:
@@ -143,10 +174,15 @@ def test_an_import_brings_no_torch_and_no_binding(statements: str) -> None:
 
 
 def test_the_host_device_runs_with_no_binding() -> None:
-    """Invariant 14."""
+    """Invariant 14. None in `sys.modules` makes an import fail, as where nothing is installed."""
+    absent = "".join(f"sys.modules['{name}'] = None\n" for name in BINDINGS)
+    assert "torch" in imported_by(f"{absent}import vmm_kv\nvmm_kv.open_device('host:2MiB')")
+
+
+def test_the_host_device_imports_no_binding() -> None:
+    """Invariant 14. torch itself imports cuda.bindings where that is installed."""
     loaded = imported_by("import vmm_kv\nvmm_kv.open_device('host:2MiB')")
-    assert "torch" in loaded
-    assert not loaded & BINDINGS
+    assert loaded & BINDINGS == imported_by("import torch") & BINDINGS
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

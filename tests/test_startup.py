@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from vmm_kv.budget import BudgetError
 from vmm_kv.cache import KVCache
 from vmm_kv.device import Device, Graph, open_host
 from vmm_kv.driver.host import HostDriver
-from vmm_kv.errors import DriverError, OutOfPhysicalMemory, StateError
+from vmm_kv.errors import DriverError, LayoutError, OutOfPhysicalMemory, StateError
 from vmm_kv.layout import TensorSpec
 from vmm_kv.report import StartupReport
 from vmm_kv.startup import Startup
@@ -579,3 +580,49 @@ def test_a_cache_with_the_engines_own_layout_takes_part(device: Device) -> None:
     own = engine.startup.add(KVCache.reserve(device, [BESIDE], 200, outermost="block"))
     report = engine.commit()
     assert own.blocks == report.blocks == 200 == engine.caches[0].blocks
+
+
+def test_backing_several_caches_goes_on_where_it_failed(device: Device) -> None:
+    startup = Startup(device)
+    first, second = startup.reserve([KV], 64), startup.reserve([ODD], 64)
+    model(device).fail("create", 2, 999)
+    with pytest.raises(DriverError):
+        startup.back(alias=True)
+    assert (first.state, second.state) == (State.BACKED, State.RESERVED)
+    startup.back(alias=True)
+    assert startup.commit().backing == "alias"
+
+
+@pytest.mark.parametrize("label", ["sized", "committed"])
+def test_a_first_reading_of_any_name_is_kept(device: Device, label: str) -> None:
+    startup = Startup(device, first=device.reading(label))
+    startup.reserve([KV], 64)
+    assert startup.commit().readings[0].label == label
+
+
+def test_what_cannot_be_started_is_refused_at_once(device: Device) -> None:
+    with pytest.raises(LayoutError, match="at least one tensor"):
+        Startup(device).reserve([])
+    with pytest.raises(ValueError, match="'sampler' must not be negative"):
+        Startup(device, headroom={"sampler": -1})
+    for wrong in ({"headroom": {"sampler": 0.5}}, {"blocks": 2.5}, {"kv_bytes": 1e6}):
+        with pytest.raises(TypeError):
+            Startup(device, **wrong)
+    startup = Startup(device)
+    cache = startup.reserve([KV], 64)
+    with pytest.raises(ValueError, match="was added before"):
+        startup.add(cache)
+    cache.close()
+    with pytest.raises(StateError, match="commit with a cache that is closed"):
+        startup.commit()
+
+
+def test_numbers_of_other_types_become_plain_ones(device: Device) -> None:
+    startup = Startup(device, blocks=np.int64(8))
+    cache = startup.reserve([KV], np.int32(64))
+    startup.commit()
+    assert (cache.blocks, cache.capacity) == (8, 64)
+    assert type(cache.capacity) is int
+    share = Startup(device, utilization=np.float32(0.9))
+    share.add(KVCache.reserve(device, [ODD], 64))
+    assert json.loads(share.commit().to_json())["plan"]["request"]["utilization"] == pytest.approx(0.9)

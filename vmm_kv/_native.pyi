@@ -57,6 +57,13 @@ class DeviceModel:
     # For tests.
     poison: bool
     """Fill fresh memory with 0xff (a NaN in float32, bfloat16 and float8), so that nobody relies on zeros."""
+    quirk_access_from_first: bool
+    """B1, as ROCm 7.0 to 7.2: set_access sums sizes from the reservation's first mapping, wherever its range lies, and
+    answers invalid value where they do not come to the size of the range."""
+    quirk_joint_unmap_busy: bool
+    """B2, as ROCm before 7: after one unmap of several mappings the reservation cannot be freed any more."""
+    quirk_memory_with_addresses: bool
+    """B4, as ROCm 6.4 to 7: memory that was mapped returns only when the reservation it was mapped in last is freed."""
     def fail(self, call: str, nth: int, status: int) -> None:
         """Arms one fault: the nth call from now (1 is the next) of primitive `call`, or of any with `"any"`,
         answers `status` and does nothing. Faults add up, each counts for itself and fires once; where several come

@@ -78,7 +78,10 @@ class Backing:
         self.alias = chunk
 
     def replace_alias(self, pieces: Pieces, zero: Spans) -> Chunk:
-        """Maps the pieces in place of the alias, and nothing beyond them. Returns the chunk that is free to release."""
+        """Maps the pieces in place of the alias, and nothing beyond them. Returns the chunk that is free to release.
+
+        Nothing is mapped for a moment, yet the addresses are not let go: that would put what can be undone at risk.
+        """
         alias = self.alias
         assert alias is not None
         gone: list[Mapping] = []
@@ -112,12 +115,13 @@ class Backing:
 
     def _install(self, pieces: Pieces, zero: Spans) -> list[Mapping]:
         new: list[Mapping] = []
+        if self._driver.quirks.fresh_zero:
+            unused = union((offset, offset + chunk.size) for offset, chunk in pieces if chunk.mapped_in is None)
+            zero = difference(zero, unused)
         try:
             for offset, chunk in pieces:
                 new.append(self.holdings.map(self.base + offset, chunk))
             self._grant(new)
-            if self._driver.quirks.fresh_zero:
-                zero = difference(zero, union((offset, offset + chunk.size) for offset, chunk in pieces))
             if zero:
                 self._driver.zero(self.absolute(zero))
         except BaseException as failure:
@@ -126,7 +130,12 @@ class Backing:
         return new
 
     def _grant(self, mappings: Sequence[Mapping]) -> None:
-        """Grants access once for each contiguous run."""
+        """Grants access once for each contiguous run.
+
+        ROCm 7.0 to 7.2 compares a run's size with whole mappings counted from the reservation's first one, wherever
+        the run lies (rocm-systems #2516). Uniform chunks make any run of k mappings as long as the first k, and there
+        are at least k; with chunks of many sizes no such run would be sure to pass.
+        """
         for start, stop in union((mapping.address, mapping.end) for mapping in mappings):
             self._driver.set_access(start, stop - start)
 

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from vmm_kv.errors import VmmError
+from vmm_kv.request import Request
 
 Items = tuple[tuple[str, int], ...]
 """(name, bytes) pairs, in the order in which they are shown."""
@@ -29,29 +30,6 @@ Status = Literal["ok", "over_budget", "refused", "too_small"]
 
 NOISE = 128 << 20
 """Bytes by which device-wide readings differ on an idle card that also drives a display; below it no note is made."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asks for. Exactly one of the three is given, else `ValueError`."""
-
-    utilization: float | None = None
-    """Share of the whole device for everything this process holds: above 0, at most 1."""
-    kv_bytes: int | None = None
-    """Upper bound on the KV cache alone. Nothing is taken off it."""
-    blocks: int | None = None
-    """Exact block count."""
-
-    def __post_init__(self) -> None:
-        given = [name for name, value in asdict(self).items() if value is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of utilization, kv_bytes, blocks; got {', '.join(given) or 'none'}")
-        if self.utilization is not None and not 0 < self.utilization <= 1:
-            raise ValueError(f"utilization must be above 0 and at most 1, got {self.utilization}")
-        for name in ("kv_bytes", "blocks"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
 
 
 @dataclass(frozen=True)

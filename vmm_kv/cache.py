@@ -12,16 +12,14 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from collections.abc import Mapping as MappingABC
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from vmm_kv import layout as layouts
 from vmm_kv.backing import Backing, Pieces
 from vmm_kv.capture import refuse_while_capturing
 from vmm_kv.chunking import Chunking, ChunkSize
-from vmm_kv.errors import FaultedError, StateError, VmmError
+from vmm_kv.errors import DriverGone, FaultedError, StateError, VmmError
+from vmm_kv.figures import Figures
 from vmm_kv.gate import Gate
 from vmm_kv.holdings import Holdings, bury, empty_graveyard
 from vmm_kv.layout import Layout, TensorSpec
@@ -29,19 +27,17 @@ from vmm_kv.listeners import Listeners, RemapListener
 from vmm_kv.pages import Chunk, Reservation
 from vmm_kv.prefix import map_prefix
 from vmm_kv.prepared import PreparedCommit
-from vmm_kv.segments import SegmentRow, segment_rows
-from vmm_kv.spans import Spans, difference, length, touches, union
+from vmm_kv.returned import ReturnedMemory
+from vmm_kv.spans import Spans, difference, touches, union
 from vmm_kv.state import State
 from vmm_kv.tensors import byte_tensor, placed_view
 from vmm_kv.zeroing import zeroed_layout
 
 if TYPE_CHECKING:
-    import torch
-
     from vmm_kv.device import Device
 
 
-class KVCache:
+class KVCache(Figures):
     """KV tensors at addresses that never change, with memory behind as many blocks as were committed.
 
     Operations may come from any thread; one runs at a time. Reading an attribute never waits.
@@ -111,103 +107,9 @@ class KVCache:
             raise ValueError(f"outermost={outermost!r}: it is 'tensor' or 'block'")
         return cls(device, layout, chunk=chunk, zero=zero, quiesce=quiesce)
 
-    # What there is. None of this waits for an operation that is running.
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def base(self) -> int:
-        """Address of the reservation."""
-        return self._backing.base
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of addresses, which are no memory."""
-        return self._backing.size
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that the reservation has addresses for."""
-        return self.layout.capacity
-
-    @property
-    def blocks(self) -> int:
-        """Blocks the engine may hand out: 0 before the commit."""
-        return self._blocks
-
-    @property
-    def backed(self) -> int:
-        """Blocks whose every byte is mapped now; with an alias backing all of them."""
-        if self._backing.alias is not None:
-            return self.capacity
-        mapped = self._backing.mapped
-        return layouts.blocks_within(self.layout, length(mapped), self.unit, mapped)
-
-    @property
-    def unit(self) -> int:
-        """Bytes that mapped memory is rounded outward to."""
-        return self._backing.chunking.unit
-
-    @property
-    def physical_bytes(self) -> int:
-        """Bytes of the device's memory held, chunks prepared or not yet released among them; an alias chunk once."""
-        return self._holdings.physical_bytes
-
-    @property
-    def unreleased_bytes(self) -> int:
-        """Bytes whose release failed. The next operation and close try again."""
-        return sum(chunk.size for chunk in self._holdings.unreleased)
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes mapped that a commit leaves where they are: a prefix backing, or what is committed. 0 for an alias."""
-        return length(self._backing.mapped)
-
-    @property
-    def generation(self) -> int:
-        """Rises each time pages behind mapped addresses change. Growth into unmapped addresses does not raise it."""
-        return self._backing.generation
-
-    @property
-    def tensors(self) -> MappingABC[str, torch.Tensor]:
-        """Every tensor at its full capacity shape. Touching a block that is not backed is a fault of the device."""
-        if self._state is State.CLOSED:
-            raise StateError("the tensors of a closed cache: nothing is mapped behind them any more")
-        return MappingProxyType(self._tensors)
-
-    def view(self, name: str) -> torch.Tensor:
-        """The tensor over exactly the usable blocks: the spec's shape with `blocks` in the block dimension."""
-        tensor = self.tensors[name]
-        spec = next(p.spec for p in self.layout.placements if p.spec.name == name)
-        return tensor.narrow(spec.block_dim, 0, self._blocks)
-
-    def cost(self, blocks: int) -> int:
-        """Bytes mapped after a commit of `blocks`, what stays mapped anyway included."""
-        return layouts.cost(self.layout, blocks, self.unit, self._backing.mapped)
-
-    def blocks_within(self, budget: int) -> int:
-        """The most blocks whose `cost` is at most `budget` bytes; 0 if there are none."""
-        return layouts.blocks_within(self.layout, budget, self.unit, self._backing.mapped)
-
-    def segment_table(self) -> tuple[SegmentRow, ...]:
-        """One row for each segment, in the order of the layout."""
-        whole = ((0, self.reserved_bytes),)
-        return segment_rows(self.layout, self.base, self._backing.mapped if self._backing.alias is None else whole)
-
-    def chunk_table(self) -> tuple[tuple[int, int, int], ...]:
-        """(address, bytes, driver handle) of every mapping, in order of address."""
-        return tuple((m.address, m.chunk.size, m.chunk.handle) for m in self._backing.mappings())
-
     def add_listener(self, listener: RemapListener) -> None:
         """Tells `listener` of every later change of pages, after those added before it."""
         self._listeners.add(listener)
-
-    @property
-    def listener_errors(self) -> tuple[Exception, ...]:
-        """What listeners raised after the last map. Such an error does not stop the operation."""
-        return self._listeners.errors
 
     # Operations.
 
@@ -266,9 +168,15 @@ class KVCache:
             return self._blocks
 
     def shrink(self, blocks: int) -> int:
-        """Takes away the blocks from `blocks` on and returns the bytes of memory that this gave back.
+        """Takes away the blocks from `blocks` on and returns the bytes of memory that are free again.
 
         Nobody may use those blocks any more. A chunk that holds a byte of a block that stays is kept whole.
+
+        The bytes are measured: free memory afterwards minus free memory before, at least 0 and at most what was
+        released. They are what was released, by the books, if the second reading fails; a first one that fails stops
+        the operation before anything changes. Where memory returns only with its addresses (the quirk
+        `memory_with_addresses`), a shrink to more than 0 blocks returns 0 and keeps the chunks as spares for growth;
+        one to 0 frees the addresses and reserves them again, and raises `FaultedError` if they do not come back.
         """
         with self._operation("shrink", State.COMMITTED):
             before = self._blocks
@@ -277,6 +185,7 @@ class KVCache:
                 return 0
             keep = self.layout.granules(blocks, self.unit)
             doomed = [m for m in self._backing.mappings() if not touches(self._backing.span(m), keep)]
+            returned = ReturnedMemory(self.device.driver, self._holdings)
             self._blocks = blocks  # invariant 4: lowered first
             try:
                 with self._around_unmap("shrink", union(map(self._backing.span, doomed))):
@@ -287,31 +196,26 @@ class KVCache:
                 self._blocks = before
                 raise
             self._version += 1
-            held = self.physical_bytes
-            self._holdings.release(m.chunk for m in doomed)
-            return held - self.physical_bytes
+            self._holdings.give_back(m.chunk for m in doomed)
+            return returned.bytes()
 
     def close(self) -> None:
         """Gives everything back. Addresses under a live tensor follow with the last tensor.
 
         Goes through everything and raises once at the end; a second call does what is left, or nothing.
-        In a forked child it calls nothing: the memory is the parent's.
+        In a forked child it calls nothing: the memory is the parent's. Silent where the driver has shut down.
         """
         if self._holdings.pid != os.getpid() or self._holdings.empty:
             self._state, self._blocks = State.CLOSED, 0
             return
-        with self._operation("close", *State):
-            self._blocks = 0
+        with self._gate.operation("close"):
             errors: list[Exception] = []
-            if self._state is not State.CLOSED:
-                mapped = union(map(self._backing.span, self._backing.mappings()))
-                errors += self._listeners.closing(self._backing.absolute(mapped), self.generation)
-            self._state = State.CLOSED
-            self._tensors = {}
-            self._version += 1
-            errors += self._holdings.undo()
-            if not self._holdings.mappings and not self._holdings.chunks and self._finalizer.detach():
-                bury(self._holdings)  # at most the addresses are left, under somebody's tensor
+            try:
+                with self._on_device("close"):
+                    errors = self._undo()
+            except DriverGone:
+                self._holdings.forget()
+                self._state, self._blocks = State.CLOSED, 0
         if errors:
             done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
             raise VmmError(
@@ -331,20 +235,40 @@ class KVCache:
 
     @contextmanager
     def _operation(self, name: str, *states: State) -> Iterator[None]:
-        driver = self.device.driver
         with self._gate.operation(name):
             if self._state not in states:
                 wanted = ", ".join(state.value for state in states)
                 raise StateError(f"{name} on a cache that is {self._state.value}: it must be {wanted}")
-            refuse_while_capturing(driver, name)
-            with driver.scope():
-                empty_graveyard(driver.name)
-                self._holdings.retry_unreleased()
+            with self._on_device(name):
                 try:
+                    self._holdings.retry_unreleased()
                     yield
                 except FaultedError:
                     self._state, self._blocks = State.FAULTED, 0
                     raise
+
+    @contextmanager
+    def _on_device(self, name: str) -> Iterator[None]:
+        driver = self.device.driver
+        refuse_while_capturing(driver, name)
+        with driver.scope():
+            empty_graveyard(driver.name)
+            yield
+
+    def _undo(self) -> list[Exception]:
+        """The whole of `close` on the device. Returns what failed."""
+        self._blocks = 0
+        errors: list[Exception] = []
+        if self._state is not State.CLOSED:
+            mapped = union(map(self._backing.span, self._backing.mappings()))
+            errors += self._listeners.closing(self._backing.absolute(mapped), self.generation)
+        self._state = State.CLOSED
+        self._tensors = {}
+        self._version += 1
+        errors += self._holdings.undo()
+        if not self._holdings.mappings and not self._holdings.chunks and self._finalizer.detach():
+            bury(self._holdings)  # at most the addresses are left, under somebody's tensor
+        return errors
 
     def _around_unmap(self, operation: str, going: Spans) -> AbstractContextManager[None]:
         return self._listeners.around_unmap(operation, self._backing.absolute(going), lambda: self.generation)

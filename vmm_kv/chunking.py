@@ -20,10 +20,14 @@ _UNIFORM_PERCENT = 100
 class Chunking:
     """How one cache cuts. All in bytes.
 
+    Uniform chunks, where a driver needs them, all lie on one grid from the base, whole at its end too: spans rounded
+    outward to the unit never start between, so no points are cut at, and segments that do not divide share a chunk.
+
     unit: what mapped memory is rounded outward to: the granule, or the chunk where all chunks must be alike.
     size: the largest chunk; None: one chunk for each span.
     alias: the one chunk of an alias backing.
-    points: where no chunk may lie across: the granule in which a segment starts, so that a shrink frees tails.
+    points: where no chunk may lie across: the granule in which a segment starts, so that a shrink frees tails. None
+    with uniform chunks.
     """
 
     unit: int
@@ -35,13 +39,14 @@ class Chunking:
     def choose(cls, layout: Layout, driver: Driver, total: int, chunk: ChunkSize) -> Chunking:
         """For a device of `total` bytes. `chunk` is a size, `"auto"`, or None for one chunk a span.
 
-        Raises `ValueError` for a size that is no positive multiple of the granule, `UnsupportedError` for None where
-        the driver wants all chunks alike.
+        All chunks are alike where the driver wants that, and where it keeps memory with its addresses, so that growth
+        can map any chunk that a shrink has left. Raises `ValueError` for a size that is no positive multiple of the
+        granule, `UnsupportedError` for None where chunks must be alike.
         """
         granule = driver.granule
         if isinstance(chunk, int) and (chunk <= 0 or chunk % granule):
             raise ValueError(f"a chunk of {chunk} bytes on {driver.name}: it must be a multiple of {granule}")
-        if driver.quirks.uniform_chunks:
+        if driver.quirks.uniform_chunks or driver.quirks.memory_with_addresses:
             if chunk is None:
                 raise UnsupportedError(f"{driver.name} needs chunks of one size; chunk=None makes them of any")
             size = _uniform(layout, granule, total) if chunk == "auto" else chunk

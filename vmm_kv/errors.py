@@ -23,6 +23,13 @@ class DriverError(VmmError):
         self.status = status
 
 
+class DriverGone(DriverError):
+    """The driver has shut down, as it does late in the end of a process, and took all memory and mappings with it.
+
+    What undoes something counts as done then: `close` is silent.
+    """
+
+
 class OutOfPhysicalMemory(DriverError):
     """The device has no memory left for a chunk. Nothing was changed; a smaller request may succeed."""
 
@@ -38,10 +45,11 @@ class StateError(VmmError):
 class FaultedError(VmmError):
     """An operation failed and undoing it failed too. The cache can only be closed.
 
-    `failure` is what went wrong first, `undo_failure` what went wrong while undoing it.
+    `failure` is what went wrong first, `undo_failure` what went wrong while undoing it; None where nothing undoes it:
+    addresses that were given back for a moment and are somebody else's now.
     """
 
-    def __init__(self, message: str, *, failure: BaseException, undo_failure: BaseException) -> None:
+    def __init__(self, message: str, *, failure: BaseException, undo_failure: BaseException | None) -> None:
         super().__init__(message)
         self.failure = failure
         self.undo_failure = undo_failure

@@ -8,6 +8,7 @@ Offsets, strides and sizes are in bytes from the base of the reservation unless 
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -193,6 +194,7 @@ class Layout:
     aliasing: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity", operator.index(self.capacity))  # a plain int, whatever came
         if self.capacity < 1:
             raise ValueError(f"capacity must be at least 1 block, got {self.capacity}")
         if not self.placements:
@@ -233,7 +235,7 @@ class Layout:
     @classmethod
     def tensor_outermost(cls, specs: Sequence[TensorSpec], capacity: int, alignment: int = ALIGNMENT) -> Layout:
         """Tensor after tensor, each dense and starting at a multiple of `alignment` bytes (and of its element size)."""
-        placements, end = [], 0
+        placements, end, capacity = [], 0, operator.index(capacity)
         for spec in specs:
             offset = _align(end, _unit(alignment, [spec]))
             placements.append(Placement(spec, offset, spec.strides(capacity)))
@@ -247,7 +249,7 @@ class Layout:
         Each tensor's block starts at a multiple of `alignment` bytes. A spec with a dimension physically around the
         block's cannot lie so: LayoutError.
         """
-        return cls(capacity, tuple(_pack([specs], 0, capacity, alignment)))
+        return cls(capacity, tuple(_pack([specs], 0, operator.index(capacity), alignment)))
 
     @classmethod
     def overlay(
@@ -263,6 +265,7 @@ class Layout:
         block stride. `"block"`: the tensors of a group side by side in a block as in `block_outermost`, with the
         largest group as the block stride. Either way a block dimension physically inside another is a LayoutError.
         """
+        capacity = operator.index(capacity)
         if outermost == "block":
             return cls(capacity, tuple(_pack(groups, 0, capacity, alignment)), aliasing=True)
         placements: list[Placement] = []

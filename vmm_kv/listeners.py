@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from vmm_kv.driver import Driver, Span
-from vmm_kv.errors import FaultedError
+from vmm_kv.errors import DriverGone, FaultedError
 from vmm_kv.gate import Gate
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class Listeners:
             for call in calls:
                 try:
                     call()
+                except DriverGone:
+                    pass  # nothing runs on a device without a driver
                 except Exception as error:
                     errors.append(error)
         return errors

@@ -10,11 +10,13 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from vmm_kv.budget import Items, Plan, Request, Terms, exactly, plan, transient
+from vmm_kv.budget import BudgetError, Items, Plan, Terms, exactly, plan, transient
 from vmm_kv.errors import VmmError
+from vmm_kv.memory_source import DRIVER, DeviceMemory, as_told
+from vmm_kv.request import Request
 
 
 class FrameworkMemory(Protocol):
@@ -42,9 +44,9 @@ class MemoryReading:
 
     label: str
     free: int
-    """Device-wide, as the driver tells."""
+    """Device-wide, as `source` tells."""
     total: int
-    """Device-wide, as the driver tells."""
+    """Device-wide, as `source` tells."""
     reserved: int
     """This process's framework allocator on this device, all pools."""
     allocated: int
@@ -55,6 +57,12 @@ class MemoryReading:
     """Time of the reading on the clock that was passed."""
     process_used: int | None = None
     """What the driver tells of this process, where it does."""
+    source: str = DRIVER
+    """Whose figures `free` and `total` are. See `vmm_kv.memory_source`."""
+    told: tuple[int, int] | None = None
+    """(free, total) as the driver told, where these are not the figures used."""
+    notes: tuple[str, ...] = ()
+    """Why these are not the figures used."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +102,30 @@ def read_memory(
     samples: int = 3,
     *,
     process_used: Callable[[], int | None] | None = None,
+    resolve: Callable[[int, int], DeviceMemory] = as_told,
 ) -> MemoryReading:
     """Reads once: of `samples` device-wide readings the one with most free.
 
     A neighbour's spike can only lower what is free, so the best sample is the one nearest to what is ours. `mem_info`
-    gives (free, total) bytes. Raises `VmmError` if they contradict each other.
+    gives (free, total) bytes as the driver tells, `resolve` makes of them the figures to use. Raises `VmmError` if they
+    contradict each other.
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
-    pairs = [mem_info() for _ in range(samples)]
-    for pair in pairs:
-        _check_pair(label, *pair)
-    free, total = max(pairs)
+    found = [_resolved(label, resolve, *mem_info()) for _ in range(samples)]
+    best = max(found, key=lambda memory: (memory.free, memory.total))
     used = process_used() if process_used is not None else None
-    return MemoryReading(label, free, total, framework.reserved(), framework.allocated(), kv, clock(), used)
+    return MemoryReading(
+        label, best.free, best.total, framework.reserved(), framework.allocated(), kv, clock(), used,
+        best.source, best.told, best.notes,
+    )  # fmt: skip
+
+
+def _resolved(label: str, resolve: Callable[[int, int], DeviceMemory], free: int, total: int) -> DeviceMemory:
+    try:
+        return resolve(free, total)
+    except VmmError as error:
+        raise VmmError(f"reading {label!r}: {error}") from error
 
 
 def other(first: MemoryReading, reading: MemoryReading) -> int:
@@ -197,7 +215,19 @@ def plan_from_readings(
         footprint=sum(capture.raw for capture in captures) if captures else None,
         graph_pool=sum(capture.allocator for capture in captures) if captures else None,
     )
-    return plan(terms, request, capacity=capacity, cost=cost, blocks_within=blocks_within, min_blocks=min_blocks)
+    try:
+        found = plan(terms, request, capacity=capacity, cost=cost, blocks_within=blocks_within, min_blocks=min_blocks)
+    except BudgetError as error:
+        if not last.notes or error.plan is None:
+            raise
+        noted = "\n".join([str(error), *(f"  note: {note}" for note in last.notes)])
+        raise BudgetError(noted, _with_notes(error.plan, last)) from None
+    return _with_notes(found, last)
+
+
+def _with_notes(found: Plan, last: MemoryReading) -> Plan:
+    """The plan, which says where the figures for free and total memory come from if not from the driver."""
+    return replace(found, notes=(*found.notes, *last.notes))
 
 
 def _check_pair(label: str, free: int, total: int) -> None:

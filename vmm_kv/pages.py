@@ -13,11 +13,13 @@ from vmm_kv.driver import Driver
 class Chunk:
     """One physical allocation of `size` bytes: one driver handle."""
 
-    __slots__ = ("_driver", "handle", "size")
+    __slots__ = ("_driver", "handle", "mapped_in", "size")
 
     def __init__(self, driver: Driver, size: int) -> None:
         self.handle = driver.create(size)
         self.size = size
+        self.mapped_in: Reservation | None = None
+        """Where it was mapped last. None: nowhere yet, so that its contents are what the driver made them."""
         self._driver = driver
 
     def release(self) -> None:
@@ -50,8 +52,9 @@ class Reservation:
 
     __slots__ = ("_driver", "base", "lease", "size")
 
-    def __init__(self, driver: Driver, size: int, alignment: int = 0) -> None:
-        self.base = driver.reserve(size, alignment)
+    def __init__(self, driver: Driver, size: int, hint: int = 0) -> None:
+        """`hint` is an address that is wanted and need not be given: compare `base`."""
+        self.base = driver.reserve(size, hint=hint)
         self.size = size
         self.lease = Lease()
         self._driver = driver

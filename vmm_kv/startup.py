@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vmm_kv.budget import BudgetError, Plan, Request, capacity_bound, transient
+from vmm_kv.budget import BudgetError, Plan, capacity_bound, transient
 from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
-from vmm_kv.errors import OutOfPhysicalMemory, StateError
+from vmm_kv.errors import LayoutError, OutOfPhysicalMemory, StateError
 from vmm_kv.layout import TensorSpec, most_blocks
 from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings, step_peak
 from vmm_kv.report import CommitTry, StartupReport
+from vmm_kv.request import Request
+from vmm_kv.state import State
 
 if TYPE_CHECKING:
     from vmm_kv.device import Device
@@ -56,7 +59,7 @@ class Startup:
             utilization = 0.9
         self.device = device
         self.request = Request(utilization=utilization, kv_bytes=kv_bytes, blocks=blocks)
-        self.headroom = dict(headroom or {})
+        self.headroom = {name: _headroom(name, size) for name, size in (headroom or {}).items()}
         self.min_blocks = min_blocks
         self.caches: list[KVCache] = []
         self.phases: dict[str, float] = {}
@@ -90,15 +93,21 @@ class Startup:
         """Adds a cache that the engine reserved itself, with a layout of its own."""
         if cache.device is not self.device:
             raise ValueError(f"the cache is on {cache.device.name}, the start-up on another device {self.device.name}")
+        if cache in self.caches:
+            raise ValueError(f"{cache!r} was added before")
         self.caches.append(cache)
         return cache
 
     def back(self, blocks: int | None = None, *, alias: bool = False) -> None:
-        """Backs every cache: the first `blocks` of it, or all of it by an alias. See `KVCache.back`."""
+        """Backs every cache: the first `blocks` of it, or all of it by an alias. See `KVCache.back`.
+
+        Where it fails for one of several caches, those before it stay backed, and the same call goes on from there.
+        """
         with self._timed("back"):
             for cache in self._known_caches("back"):
-                cache.back(blocks, alias=alias)
-        self._backing = "alias" if alias else "prefix"
+                if not (alias and _has_alias(cache)):
+                    cache.back(blocks, alias=alias)
+                self._backing = "alias" if alias else "prefix"
 
     @contextmanager
     def profile(self) -> Iterator[None]:
@@ -130,7 +139,8 @@ class Startup:
 
         Raises `BudgetError` (with the plan) where not even `min_blocks` fit or an explicit request does not,
         `OutOfPhysicalMemory` if three tries, each with a fresh reading, did not get the memory. Backed caches stay as
-        they are then.
+        they are then. Where less fits than a prefix backs already, the first commit makes usable just what is backed,
+        and the plan's status is `over_budget`.
         """
         caches = self._known_caches("commit")
         # Usable blocks without a report: the last commit mapped one cache and failed on the next.
@@ -179,7 +189,7 @@ class Startup:
 
     def _plan(self) -> Plan:
         """Reads what is there now and sizes. The reading takes the place of an earlier one of its kind."""
-        if self.readings[-1].label in ("sized", "committed"):
+        if len(self.readings) > 1 and self.readings[-1].label in ("sized", "committed"):
             self.readings.pop()
         self._flushed_reading("sized")
         mapped = sum(cache.mapped_bytes for cache in self.caches)
@@ -207,6 +217,8 @@ class Startup:
     def _upper_bound(self, specs: Sequence[TensorSpec]) -> int:
         if self.request.blocks is not None:
             return self.request.blocks
+        if not specs:
+            raise LayoutError("a layout needs at least one tensor")
         now = self._flushed_reading("reserving")
         own = now.reserved + max(0, other(self.readings[0], now)) + (self.device.context_bytes or 0)
         block_bytes = sum(spec.block_bytes for spec in specs)
@@ -227,6 +239,9 @@ class Startup:
     def _known_caches(self, operation: str) -> Collection[KVCache]:
         if not self.caches:
             raise StateError(f"{operation} before any cache was reserved: call reserve() first")
+        for cache in self.caches:
+            if cache.state is State.CLOSED:
+                raise StateError(f"{operation} with a cache that is closed: {cache!r}")
         return self.caches
 
     @contextmanager
@@ -261,3 +276,14 @@ class Startup:
             phases=dict(self.phases),
             driver_calls=calls,
         )
+
+
+def _headroom(name: str, size: int) -> int:
+    number = operator.index(size)
+    if number < 0:
+        raise ValueError(f"headroom {name!r} must not be negative, got {size}")
+    return number
+
+
+def _has_alias(cache: KVCache) -> bool:
+    return cache.state is State.BACKED and cache.mapped_bytes == 0

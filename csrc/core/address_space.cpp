@@ -53,6 +53,14 @@ std::uint64_t AddressSpace::reserve(std::uint64_t size, std::uint64_t alignment,
     return reserve_aligned(size, alignment);
 }
 
+std::uint64_t AddressSpace::reserve_elsewhere(std::uint64_t size, std::uint64_t alignment, std::uint64_t base) {
+    std::uint64_t first = reserve_aligned(size, alignment);
+    if (first != base || first == kNone) return first;
+    std::uint64_t second = reserve_aligned(size, alignment);  // while the first still lies at `base`
+    free(first, size);
+    return second;
+}
+
 // What gives something back must not fail because the process is out of map areas.
 template <class Operation>
 bool AddressSpace::undo(Operation operation) {

@@ -15,6 +15,9 @@ public:
 
     // Addresses without memory, `alignment` a power of two and a multiple of the page. `hint` is a wish; 0 is none.
     std::uint64_t reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint);
+
+    // Anywhere but at `base`.
+    std::uint64_t reserve_elsewhere(std::uint64_t size, std::uint64_t alignment, std::uint64_t base);
     bool free(std::uint64_t base, std::uint64_t size);
 
     // Puts an extent of a file at reserved addresses, not accessible yet.

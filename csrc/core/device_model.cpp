@@ -32,12 +32,15 @@ const std::vector<std::uint64_t> &checked_budgets(const std::vector<std::uint64_
 
 }  // namespace
 
-DeviceModel::DeviceModel(const std::vector<std::uint64_t> &budgets, std::uint64_t granule)
-    : granule_(checked_granule(granule)), memory_(checked_budgets(budgets)) {}
+DeviceModel::DeviceModel(const std::vector<std::uint64_t> &budgets, std::uint64_t granule, const Dialect &dialect)
+    : granule_(checked_granule(granule)),
+      dialect_(dialect),
+      memory_(checked_budgets(budgets), switches),
+      faults_(kPrimitives) {}
 
-// The pool's file and the ballast go with their owners; the pages that are mapped from the pool go here.
+// Files and ballast go with their owners; the pages that are mapped from the files go here.
 DeviceModel::~DeviceModel() {
-    for (auto [base, size] : reservations_) addresses_.free(base, size);
+    for (auto &[base, reservation] : reservations_) addresses_.free(base, reservation.size);
 }
 
 // What all primitives have in common: the lock, the door with its counters and faults, and an honest answer where the
@@ -45,7 +48,8 @@ DeviceModel::~DeviceModel() {
 template <class Body>
 Status DeviceModel::primitive(Call call, Body body) {
     std::lock_guard lock(mutex_);
-    if (Status fault = faults_.enter(call)) return fault;
+    if (Status fault = faults_.enter(static_cast<std::size_t>(call))) return fault;
+    if (switches.capturing && call <= Call::set_access) return kCaptureUnsupported;
     try {
         return body();
     } catch (const std::bad_alloc &) {
@@ -60,10 +64,13 @@ Answer DeviceModel::reserve(std::uint64_t size, std::uint64_t alignment, std::ui
         if (alignment != 0 && !is_power_of_two(alignment)) return kInvalidValue;
         if (hint % page_size() != 0) return kInvalidValue;
 
-        std::uint64_t reserved = addresses_.reserve(size, std::max(alignment, granule_), hint);
+        alignment = std::max(alignment, granule_);
+        std::uint64_t reserved = hint != 0 && switches.ignore_hint
+                                     ? addresses_.reserve_elsewhere(size, alignment, hint)
+                                     : addresses_.reserve(size, alignment, hint);
         if (reserved == AddressSpace::kNone) return kOutOfMemory;
         try {
-            reservations_.emplace(reserved, size);
+            reservations_.emplace(reserved, Reservation{size, next_serial_++});
         } catch (const std::bad_alloc &) {
             addresses_.free(reserved, size);
             throw;
@@ -77,20 +84,23 @@ Answer DeviceModel::reserve(std::uint64_t size, std::uint64_t alignment, std::ui
 Status DeviceModel::free_address(std::uint64_t base, std::uint64_t size) {
     return primitive(Call::free_address, [&] {
         auto it = reservations_.find(base);
-        if (it == reservations_.end() || it->second != size) return kInvalidValue;
-        if (mappings_.any_in(base, size)) return kInvalidValue;
-        if (!addresses_.free(base, size)) return kOutOfMemory;
+        if (it == reservations_.end() || size == 0) return kInvalidValue;
+        const Reservation reservation = it->second;
+        if (size != reservation.size && !dialect_.frees_with_any_size) return kInvalidValue;
+        if (reservation.busy || mappings_.any_in(base, reservation.size)) return dialect_.busy;
+        if (!addresses_.free(base, reservation.size)) return kOutOfMemory;
         reservations_.erase(it);
+        memory_.addresses_gone(reservation.serial);
         return kSuccess;
     });
 }
 
-Answer DeviceModel::create(int device, std::uint64_t size, std::uint64_t flags) {
+Answer DeviceModel::create(int device, std::uint64_t size, std::uint64_t flags, Traits traits) {
     Handle handle = 0;
     Status status = primitive(Call::create, [&] {
         if (!memory_.has_device(device)) return kInvalidDevice;
         if (size == 0 || size % granule_ != 0 || flags != 0) return kInvalidValue;
-        auto [answer, created] = memory_.create(device, size, poison_);
+        auto [answer, created] = memory_.create(device, size, traits);
         handle = created;
         return answer;
     });
@@ -101,11 +111,13 @@ Status DeviceModel::release(Handle handle) {
     return primitive(Call::release, [&] { return memory_.release(handle); });
 }
 
-bool DeviceModel::in_one_reservation(std::uint64_t address, std::uint64_t size) const {
+// The reservation that a whole range lies in, or end.
+DeviceModel::Reservations::iterator DeviceModel::reservation_of(std::uint64_t address, std::uint64_t size) {
     auto after = reservations_.upper_bound(address);
-    if (after == reservations_.begin()) return false;
-    auto [base, reserved] = *std::prev(after);
-    return address - base < reserved && size <= reserved - (address - base);
+    if (after == reservations_.begin()) return reservations_.end();
+    auto it = std::prev(after);
+    const std::uint64_t offset = address - it->first, reserved = it->second.size;
+    return offset < reserved && size <= reserved - offset ? it : reservations_.end();
 }
 
 Status DeviceModel::map(std::uint64_t address, std::uint64_t size, std::uint64_t offset, Handle handle,
@@ -115,14 +127,15 @@ Status DeviceModel::map(std::uint64_t address, std::uint64_t size, std::uint64_t
         if (offset != 0 || flags != 0) return kInvalidValue;
         const Allocation *allocation = memory_.find(handle);
         if (!allocation || size != allocation->size) return kInvalidValue;  // whole handles only
-        if (!in_one_reservation(address, size) || mappings_.any_in(address, size)) return kInvalidValue;
+        auto reservation = reservation_of(address, size);
+        if (reservation == reservations_.end() || mappings_.any_in(address, size)) return kInvalidValue;
 
-        auto mapping = mappings_.add(address, {size, handle, Access{}});
-        if (!addresses_.map(address, size, memory_.pool_fd(), allocation->offset)) {
+        auto mapping = mappings_.add(address, {size, memory_.made_with(handle), Access{}});
+        if (!addresses_.map(address, size, allocation->fd, allocation->offset)) {
             mappings_.remove(mapping);
             return kOutOfMemory;
         }
-        memory_.hold(handle);
+        memory_.hold(mapping->second.made_with, reservation->second.serial);
         return kSuccess;
     });
 }
@@ -132,19 +145,36 @@ Status DeviceModel::unmap(std::uint64_t address, std::uint64_t size) {
         auto run = mappings_.filling(address, size);
         if (run.empty()) return kInvalidValue;
         if (!addresses_.unmap(address, size)) return kOutOfMemory;
-        for (auto &[_, mapping] : run) memory_.drop(mapping.handle);
+        if (switches.joint_unmap_busy && std::next(run.first) != run.last)
+            if (auto it = reservation_of(address, size); it != reservations_.end()) it->second.busy = true;
+        for (auto &[_, mapping] : run) memory_.drop(mapping.made_with);
         mappings_.remove(run);
         return kSuccess;
     });
 }
 
-Status DeviceModel::set_access(std::uint64_t address, std::uint64_t size, int device, int access) {
+// B1: true where the sizes of the reservation's mappings, from the first on, come to `size`: all that some releases of
+// ROCm look at, wherever the range lies.
+bool DeviceModel::summed_from_first(std::uint64_t address, std::uint64_t size) {
+    auto reservation = reservation_of(address, size);
+    if (reservation == reservations_.end()) return false;
+    std::uint64_t sum = 0;
+    for (auto it = mappings_.all().lower_bound(reservation->first); it != mappings_.all().end() && sum < size; ++it)
+        sum += it->second.size;
+    return sum == size;
+}
+
+Status DeviceModel::set_access(std::uint64_t address, std::uint64_t size, const std::vector<Grant> &grants) {
     return primitive(Call::set_access, [&] {
-        if (access != kAccessNone && access != kAccessRead && access != kAccessReadWrite) return kInvalidValue;
-        if (!memory_.has_device(device)) return kInvalidDevice;
+        if (grants.empty()) return kInvalidValue;
+        for (auto [device, access] : grants) {
+            if (access != kAccessNone && access != kAccessRead && access != kAccessReadWrite) return kInvalidValue;
+            if (!memory_.has_device(device)) return dialect_.no_such_grantee;
+        }
         auto run = mappings_.filling(address, size);
         if (run.empty()) return kInvalidValue;
-        return change_access(run, device, access) ? kSuccess : kOutOfMemory;
+        if (switches.access_from_first && !summed_from_first(address, size)) return kInvalidValue;
+        return change_access(run, grants) ? kSuccess : kOutOfMemory;
     });
 }
 
@@ -168,8 +198,11 @@ bool for_each_stretch(MappingTable::Run run, Wanted wanted, Protect protect) {
 }  // namespace
 
 // The kernel refuses where a change would split more map areas than it allows, perhaps after a part was done.
-bool DeviceModel::change_access(MappingTable::Run run, int device, int access) {
-    auto after = [&](Access before) { return before.with(device, access); };
+bool DeviceModel::change_access(MappingTable::Run run, const std::vector<Grant> &grants) {
+    auto after = [&](Access changed) {
+        for (auto [device, access] : grants) changed = changed.with(device, access);
+        return changed;
+    };
     auto unchanged = [](Access before) { return before; };
     auto change = [&](auto... stretch) { return addresses_.protect(stretch...); };
     auto restore = [&](auto... stretch) { return addresses_.protect(stretch..., /*undoing=*/true); };
@@ -207,84 +240,42 @@ DeviceModel::MemInfo DeviceModel::mem_info(int device) {
 
 // The write itself is done without the lock, as a device would: others go on, and who unmaps meanwhile has not
 // synchronised and faults.
-Status DeviceModel::zero(std::uint64_t address, std::uint64_t size, int device) {
+Status DeviceModel::zero(std::uint64_t address, std::uint64_t size, int device, int byte) {
     Status status = primitive(Call::zero, [&] {
         if (!memory_.has_device(device)) return kInvalidDevice;
+        if (size != 0 && !dialect_.writes_across_reservations && reservation_of(address, size) == reservations_.end())
+            return kInvalidValue;
         return mappings_.writable(address, size, device) ? kSuccess : kInvalidValue;
     });
-    if (status == kSuccess && size != 0) std::memset(reinterpret_cast<void *>(address), 0, size);
+    if (status == kSuccess && size != 0) std::memset(reinterpret_cast<void *>(address), byte, size);
     return status;
 }
 
-Status DeviceModel::charge(int device, std::uint64_t size) {
+Status DeviceModel::refuse(Call call, Status status) {
+    return primitive(call, [=] { return status; });
+}
+
+Answer DeviceModel::retain(std::uint64_t address) {
     std::lock_guard lock(mutex_);
-    if (!memory_.has_device(device)) return kInvalidDevice;
-    return memory_.budget(device).charge(size) ? kSuccess : kOutOfMemory;
+    const Mapping *mapping = mappings_.at(address);
+    if (!mapping) return {kInvalidValue, 0};
+    memory_.retain(mapping->made_with);
+    return {kSuccess, mapping->made_with};
 }
 
-Status DeviceModel::credit(int device, std::uint64_t size) {
+Answer DeviceModel::export_file(Handle handle) {
     std::lock_guard lock(mutex_);
-    if (!memory_.has_device(device)) return kInvalidDevice;
-    return memory_.budget(device).credit(size) ? kSuccess : kInvalidValue;
+    return memory_.export_file(handle);
 }
 
-template <class Body>
-auto DeviceModel::reading(int device, Body body) {
+Answer DeviceModel::import_file(int fd, int device) {
     std::lock_guard lock(mutex_);
-    if (!memory_.has_device(device))
-        throw std::invalid_argument("there is no device " + std::to_string(device) + "; the model has " +
-                                    std::to_string(devices()));
-    return body(memory_.budget(device));
+    return memory_.import_file(fd, device);
 }
 
-std::uint64_t DeviceModel::used(int device) {
-    return reading(device, [](const Budget &budget) { return budget.used(); });
-}
-
-std::uint64_t DeviceModel::budget(int device) {
-    return reading(device, [](const Budget &budget) { return budget.total(); });
-}
-
-std::uint64_t DeviceModel::peak_used(int device) {
-    return reading(device, [](const Budget &budget) { return budget.peak(); });
-}
-
-void DeviceModel::reset_peak(int device) {
-    reading(device, [](Budget &budget) { budget.reset_peak(); });
-}
-
-std::map<std::string, std::uint64_t> DeviceModel::live() {
+Answer DeviceModel::import(Handle exported) {
     std::lock_guard lock(mutex_);
-    return {{"handles", memory_.live_handles()},
-            {"mappings", mappings_.all().size()},
-            {"reservations", reservations_.size()}};
-}
-
-std::map<std::string, std::uint64_t> DeviceModel::calls() {
-    std::lock_guard lock(mutex_);
-    return faults_.counts();
-}
-
-std::vector<std::pair<std::uint64_t, std::uint64_t>> DeviceModel::mapped() {
-    std::lock_guard lock(mutex_);
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> spans;
-    for (auto &[address, mapping] : mappings_.all()) spans.emplace_back(address, mapping.size);
-    return spans;
-}
-
-void DeviceModel::fail(const std::string &call, std::int64_t nth, Status status) {
-    std::lock_guard lock(mutex_);
-    faults_.arm(call, nth, status);
-}
-
-void DeviceModel::clear_faults() {
-    std::lock_guard lock(mutex_);
-    faults_.clear();
-}
-
-void DeviceModel::seal() {
-    std::lock_guard lock(mutex_);
-    faults_.seal();
+    return memory_.import(exported);
 }
 
 }  // namespace vmm

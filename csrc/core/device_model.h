@@ -4,15 +4,16 @@
 // Every public function may be called from any thread. The lock is never held while foreign code runs.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/address_space.h"
+#include "core/dialect.h"
 #include "core/faults.h"
 #include "core/mapping_table.h"
 #include "core/physical_memory.h"
@@ -23,7 +24,7 @@ namespace vmm {
 class DeviceModel {
 public:
     // Throws std::invalid_argument, or std::bad_alloc where the pool cannot be made.
-    DeviceModel(const std::vector<std::uint64_t> &budgets, std::uint64_t granule);
+    DeviceModel(const std::vector<std::uint64_t> &budgets, std::uint64_t granule, const Dialect &dialect = {});
     ~DeviceModel();
     DeviceModel(const DeviceModel &) = delete;
     DeviceModel &operator=(const DeviceModel &) = delete;
@@ -34,18 +35,31 @@ public:
     // The primitives. One that does not answer kSuccess has changed nothing.
     Answer reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint, std::uint64_t flags);
     Status free_address(std::uint64_t base, std::uint64_t size);
-    Answer create(int device, std::uint64_t size, std::uint64_t flags);
+    Answer create(int device, std::uint64_t size, std::uint64_t flags, Traits traits = {});
     Status release(Handle handle);
     Status map(std::uint64_t address, std::uint64_t size, std::uint64_t offset, Handle handle, std::uint64_t flags);
     Status unmap(std::uint64_t address, std::uint64_t size);
-    Status set_access(std::uint64_t address, std::uint64_t size, int device, int access);
+    struct Grant {
+        int device, access;
+    };
+    Status set_access(std::uint64_t address, std::uint64_t size, const std::vector<Grant> &grants);
     Answer get_access(std::uint64_t address, int device);
     struct MemInfo {
         Status status;
         std::uint64_t free, total;
     };
     MemInfo mem_info(int device);
-    Status zero(std::uint64_t address, std::uint64_t size, int device);
+    Status zero(std::uint64_t address, std::uint64_t size, int device, int byte = 0);
+
+    // A call of a primitive that a front end refuses with `status`: counted and made to fail like all others.
+    Status refuse(Call call, Status status);
+
+    // One more reference to the handle whose memory lies at an address; the handle that it was made with (L2).
+    // These four are no primitives: neither counted nor made to fail.
+    Answer retain(std::uint64_t address);
+    Answer export_file(Handle handle);
+    Answer import_file(int fd, int device);
+    Answer import(Handle exported);
 
     // Memory that something other than a handle holds, against the same budget. Neither counted nor made to fail.
     Status charge(int device, std::uint64_t size);
@@ -60,9 +74,24 @@ public:
     std::map<std::string, std::uint64_t> calls();
     std::vector<std::pair<std::uint64_t, std::uint64_t>> mapped();
 
+    // What lies at an address, and what a handle stands for. Empty: nothing, or no handle.
+    struct Span {
+        std::uint64_t base, size;
+    };
+    std::optional<Span> reservation_at(std::uint64_t address);
+    struct Placed {
+        Span span;
+        Allocation allocation;
+        Access access;
+    };
+    std::optional<Placed> mapping_at(std::uint64_t address);
+    std::optional<Allocation> allocation(Handle handle);
+
+    // The reservations and what is mapped in them stay in the process when this model goes.
+    void leave_addresses();
+
     // For tests.
-    bool poison() const { return poison_; }
-    void set_poison(bool poison) { poison_ = poison; }
+    Switches switches;
     void fail(const std::string &call, std::int64_t nth, Status status);
     void clear_faults();
     void seal();
@@ -73,17 +102,26 @@ private:
     template <class Body>
     auto reading(int device, Body body);
 
-    bool in_one_reservation(std::uint64_t address, std::uint64_t size) const;
-    bool change_access(MappingTable::Run run, int device, int access);
+    struct Reservation {
+        std::uint64_t size;
+        std::uint64_t serial;  // never used twice, while addresses are
+        bool busy = false;     // cannot be freed any more (B2)
+    };
+    using Reservations = std::map<std::uint64_t, Reservation>;  // by base
+
+    Reservations::iterator reservation_of(std::uint64_t address, std::uint64_t size);
+    bool summed_from_first(std::uint64_t address, std::uint64_t size);
+    bool change_access(MappingTable::Run run, const std::vector<Grant> &grants);
 
     const std::uint64_t granule_;
+    const Dialect dialect_;
     std::mutex mutex_;
     PhysicalMemory memory_;
     AddressSpace addresses_;
-    std::map<std::uint64_t, std::uint64_t> reservations_;  // base -> size
+    Reservations reservations_;
+    std::uint64_t next_serial_ = 1;
     MappingTable mappings_;
     Faults faults_;
-    std::atomic<bool> poison_{false};
 };
 
 }  // namespace vmm

@@ -1,7 +1,6 @@
-// The list of primitives, and what stands at the door of each: a counter, armed faults, the seal.
+// What stands at the door of each call of a list: a counter, armed faults, the seal. And the list of primitives.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -14,12 +13,20 @@ namespace vmm {
 
 enum class Call { reserve, free_address, create, release, map, unmap, set_access, get_access, mem_info, zero };
 
+// In the order of Call.
+extern const std::vector<const char *> kPrimitives;
+
 class Faults {
 public:
-    // To be asked once by every call of a primitive, before it does anything. Success: go ahead. Else: answer this.
-    Status enter(Call call);
+    explicit Faults(const std::vector<const char *> &names) : names_(names), counts_(names.size()) {}
 
-    // Arms one fault: the nth call from now of `name`, or of any primitive, answers `status`.
+    // To be asked once by every call, before it does anything; `call` counts in the list of names. Success: go ahead.
+    // Else: answer this.
+    Status enter(std::size_t call);
+
+    bool knows(const std::string &name) const { return index(name) < names_.size(); }
+
+    // Arms one fault: the nth call from now of `name`, or of any in the list, answers `status`.
     // Throws std::invalid_argument.
     void arm(const std::string &name, std::int64_t nth, Status status);
     void clear() { armed_.clear(); }
@@ -30,16 +37,16 @@ public:
     std::map<std::string, std::uint64_t> counts() const;
 
 private:
-    static constexpr std::size_t kCalls = static_cast<std::size_t>(Call::zero) + 1;
-    static constexpr std::size_t kAny = kCalls;
-
     struct Fault {
-        std::size_t call;
+        std::size_t call;  // names_.size(): any
         std::int64_t left;
         Status status;
     };
 
-    std::array<std::uint64_t, kCalls> counts_{};
+    std::size_t index(const std::string &name) const;
+
+    std::vector<const char *> names_;
+    std::vector<std::uint64_t> counts_;
     std::vector<Fault> armed_;
     bool sealed_ = false;
 };

@@ -12,7 +12,7 @@ namespace vmm {
 
 struct Mapping {
     std::uint64_t size;
-    Handle handle;
+    Handle made_with;  // the handle that its memory was made with
     Access access;
 };
 
@@ -32,7 +32,10 @@ public:
     // The whole mappings that fill a range without a gap; empty where it is not made of such.
     Run filling(std::uint64_t address, std::uint64_t size);
 
-    // The mapping that an address lies in, or null.
+    // The mapping that an address lies in, or all().end().
+    Table::const_iterator find(std::uint64_t address) const;
+
+    // The same, or null.
     const Mapping *at(std::uint64_t address) const;
 
     bool any_in(std::uint64_t address, std::uint64_t size) const;
@@ -45,8 +48,6 @@ public:
     const Table &all() const { return table_; }
 
 private:
-    Table::const_iterator find(std::uint64_t address) const;
-
     Table table_;  // by address
 };
 

@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <iterator>
 #include <new>
-#include <vector>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -64,20 +63,6 @@ void Pool::give_back(std::uint64_t offset, std::uint64_t size) noexcept try {
     }
 } catch (const std::bad_alloc &) {
     // The extent cannot be listed as free. Its pages are gone already: only a stretch of a sparse file is lost.
-}
-
-// By writing to the file and not through a mapping: running out of pages is then an error and not a signal.
-bool Pool::fill(std::uint64_t offset, std::uint64_t size, int byte) {
-    const std::vector<unsigned char> block(std::min<std::uint64_t>(size, 1 << 20), static_cast<unsigned char>(byte));
-    while (size > 0) {
-        ssize_t written = pwrite(fd_, block.data(), std::min<std::uint64_t>(size, block.size()),
-                                 static_cast<off_t>(offset));
-        if (written < 0 && errno == EINTR) continue;
-        if (written <= 0) return false;
-        offset += static_cast<std::uint64_t>(written);
-        size -= static_cast<std::uint64_t>(written);
-    }
-    return true;
 }
 
 }  // namespace vmm

@@ -1,4 +1,4 @@
-// All physical memory of the model: one sparse file in memory, cut into extents.
+// The physical memory of the model, but for what can be exported: one sparse file in memory, cut into extents.
 //
 // One file and not one for each handle: it takes one descriptor, and the kernel merges neighbouring extents that are
 // mapped at neighbouring addresses into one area, so that many thousand chunks do not run into its limit on areas.
@@ -26,9 +26,6 @@ public:
 
     // Gives the pages of an extent back to the machine, and the extent to the next taker.
     void give_back(std::uint64_t offset, std::uint64_t size) noexcept;
-
-    // Writes `byte` all over an extent. False where the machine has no pages for it.
-    bool fill(std::uint64_t offset, std::uint64_t size, int byte);
 
 private:
     bool grow(std::uint64_t end);

@@ -15,6 +15,8 @@ constexpr Status kSuccess = 0;
 constexpr Status kInvalidValue = 1;
 constexpr Status kOutOfMemory = 2;
 constexpr Status kInvalidDevice = 101;
+constexpr Status kOperatingSystem = 304;
+constexpr Status kCaptureUnsupported = 900;
 
 // A status, and a value that means something only after success.
 using Answer = std::pair<Status, std::uint64_t>;

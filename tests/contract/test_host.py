@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 from driver_contract import DriverContract
 
 from vmm_kv._native import DeviceModel
-from vmm_kv.driver import Driver
+from vmm_kv.driver import DeviceProperties, Driver, MemoryTraits
 from vmm_kv.driver.host import HostDriver
-from vmm_kv.errors import OutOfAddressSpace
+from vmm_kv.errors import DriverGone, OutOfAddressSpace
 
 
 @pytest.mark.parametrize("granule", [4096, 65536, 2 << 20], scope="class")
@@ -19,11 +17,18 @@ class TestHostDriver(DriverContract):
     def driver(self, granule: int) -> Driver:
         return HostDriver(DeviceModel([64 * granule], granule))
 
-    def peek(self, address: int, size: int) -> bytes:
-        return ctypes.string_at(address, size)
 
-    def poke(self, address: int, data: bytes) -> None:
-        ctypes.memmove(address, data, len(data))
+def test_what_the_host_says_of_itself() -> None:
+    driver = HostDriver(DeviceModel([4096, 8192], 4096), 1)
+    assert driver.properties() == DeviceProperties("host", "", "", integrated=False, total=8192, multi_instance=False)
+    assert driver.memory_traits == MemoryTraits("none", (), rdma=False)
+
+
+def test_a_driver_that_has_shut_down() -> None:
+    driver = HostDriver(DeviceModel([4096], 4096))
+    driver.model.fail("create", 1, 4)
+    with pytest.raises(DriverGone, match=r"create on host:0 failed: deinitialized \(4\)"):
+        driver.create(4096)
 
 
 def test_a_device_that_the_model_does_not_have() -> None:

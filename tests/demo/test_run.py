@@ -39,7 +39,7 @@ def test_an_overwritten_block_is_noticed() -> None:
         started.startup.commit()
         requests = requests_for(started, options)[:3]
         served = serve(started, started.cache.blocks, requests, on_step=spoil)
-        ordinary = serve_ordinary(started, options, requests)
+        ordinary = serve_ordinary(started, started.cache.blocks, requests)
         assert spoiled
         assert served.checksums != ordinary.checksums
         # The same without the damage agrees, so it was the damage.

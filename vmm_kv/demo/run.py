@@ -17,7 +17,7 @@ from vmm_kv.demo.config import ModelConfig
 from vmm_kv.demo.engine import Engine, EngineConfig, Served
 from vmm_kv.demo.model import Decoder
 from vmm_kv.demo.requests import Request, read_text, requests_from
-from vmm_kv.device import Device, open_device
+from vmm_kv.device import Device, open_device, open_host
 from vmm_kv.layout import TensorSpec
 from vmm_kv.report import StartupReport
 from vmm_kv.startup import Startup
@@ -48,6 +48,10 @@ class DemoResult:
     """What the run measured and proved. Bytes, blocks and seconds."""
 
     device: str
+    device_name: str
+    """The vendor's name of it."""
+    emulated: bool
+    """The driver was an emulation: the run says nothing about a GPU."""
     backing: str
     capacity_blocks: int
     profile_blocks: int
@@ -134,37 +138,40 @@ def _run(options: DemoOptions, tell: Tell, begin: float) -> DemoRun:
         stable = started.addresses_stable()
         blocks = started.engine.blocks
         assert blocks is not None
-        mark = time.perf_counter()
-        twin = serve_ordinary(started, options, requests, tell)
-        later["same on an ordinary cache"] = time.perf_counter() - mark
-        plan = report.plan
-        result = DemoResult(
-            device=report.device,
-            backing=report.backing,
-            capacity_blocks=report.capacity,
-            profile_blocks=started.profile_blocks,
-            final_blocks=report.blocks,
-            distinct_blocks_written=blocks.distinct_written,
-            highest_block_used=blocks.highest_written,
-            graphs=started.engine.graphs,
-            captures=report.captures,
-            footprint_bytes=report.footprint,
-            footprint_raw_bytes=report.footprint_raw,
-            requested_bytes=plan.requested,
-            used_bytes=total - free,
-            peak_used_bytes=total - free if peak is None else peak,
-            headroom_bytes=report.headroom,
-            leftover_bytes=plan.leftover,
-            next_step_bytes=plan.next_step or 0,
-            bound_by=plan.bound_by,
-            addresses_stable=stable,
-            tokens_match=served.tokens == twin.tokens,
-            logits_match=served.checksums == twin.checksums,
-            logits_checksum=hashlib.blake2b("".join(served.checksums).encode(), digest_size=16).hexdigest(),
-            distinct_tokens=len({token for tokens in served.tokens for token in tokens}),
-            tokens_generated=sum(map(len, served.tokens)),
-            seconds=time.perf_counter() - begin,
-        )
+    # After the cache is closed: on a GPU there is no room for both.
+    mark = time.perf_counter()
+    twin = serve_ordinary(started, report.blocks, requests, tell)
+    later["same on an ordinary cache"] = time.perf_counter() - mark
+    plan = report.plan
+    result = DemoResult(
+        device=report.device,
+        device_name=started.device.properties.name,
+        emulated=started.device.emulated,
+        backing=report.backing,
+        capacity_blocks=report.capacity,
+        profile_blocks=started.profile_blocks,
+        final_blocks=report.blocks,
+        distinct_blocks_written=blocks.distinct_written,
+        highest_block_used=blocks.highest_written,
+        graphs=started.engine.graphs,
+        captures=report.captures,
+        footprint_bytes=report.footprint,
+        footprint_raw_bytes=report.footprint_raw,
+        requested_bytes=plan.requested,
+        used_bytes=total - free,
+        peak_used_bytes=total - free if peak is None else peak,
+        headroom_bytes=report.headroom,
+        leftover_bytes=plan.leftover,
+        next_step_bytes=plan.next_step or 0,
+        bound_by=plan.bound_by,
+        addresses_stable=stable,
+        tokens_match=served.tokens == twin.tokens,
+        logits_match=served.checksums == twin.checksums,
+        logits_checksum=hashlib.blake2b("".join(served.checksums).encode(), digest_size=16).hexdigest(),
+        distinct_tokens=len({token for tokens in served.tokens for token in tokens}),
+        tokens_generated=sum(map(len, served.tokens)),
+        seconds=time.perf_counter() - begin,
+    )
     return DemoRun(result, report, later)
 
 
@@ -218,16 +225,23 @@ def serve(
         return _serve(started.engine, blocks, requests, "serve", tell, on_step)
 
 
-def serve_ordinary(started: Started, options: DemoOptions, requests: list[Request], tell: Tell | None = None) -> Served:
-    """Serves the same with the same engine on `torch.zeros` caches of the same number of blocks."""
-    blocks = started.cache.blocks
-    # A device of its own for the graphs' memory: the first one's budget is the KV cache's.
-    device = open_device(options.device)
-    kv = [torch.zeros((blocks, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in started.engine.kv]
+def serve_ordinary(started: Started, blocks: int, requests: list[Request], tell: Tell | None = None) -> Served:
+    """Serves the same with the same engine on `torch.zeros` caches of `blocks` blocks."""
+    device = _reference_device(started.device)
+    where = device.torch_device
+    kv = [torch.zeros((blocks, *t.shape[1:]), dtype=t.dtype, device=where) for t in started.engine.kv]
     engine = Engine(started.model, kv, device, started.engine.config)
     with device.active(), torch.no_grad():
         engine.capture()
         return _serve(engine, blocks, requests, "same on an ordinary cache", tell, None)
+
+
+def _reference_device(device: Device) -> Device:
+    """A GPU serves for both. On the CPU a budget of its own: the first one's is the KV cache's.
+
+    A host device beside an emulated one, of which there is one at a time.
+    """
+    return device if device.torch_device.type != "cpu" else open_host(device.total_bytes)
 
 
 def _serve(

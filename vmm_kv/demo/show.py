@@ -41,13 +41,24 @@ def show(run: DemoRun, console: Console | None = None) -> None:
     console.print(
         Panel(
             Group(
-                Text("Timeline", style="bold"), _timeline(run), Text("\nMemory ledger", style="bold"), _ledger(run),
-                _counts(run), Text("\nProof", style="bold"), _proof(run),
+                *_emulation(run), Text("Timeline", style="bold"), _timeline(run),
+                Text("\nMemory ledger", style="bold"), _ledger(run), _counts(run),
+                Text("\nProof", style="bold"), _proof(run),
             ),
-            title=f"vmm-kv demo on {result.device}, {result.backing} backing",
+            title=f"vmm-kv demo on {_device(run)}, {result.backing} backing",
             width=min(console.width, 96),
         )
     )  # fmt: skip
+
+
+def _device(run: DemoRun) -> str:
+    result = run.result
+    return result.device if result.device.startswith("host") else f"{result.device} ({result.device_name})"
+
+
+def _emulation(run: DemoRun) -> list[Text]:
+    text = "The driver is EMULATED, tensors are on the CPU: no GPU took part.\n"
+    return [Text(text, style="bold yellow")] if run.result.emulated else []
 
 
 def _timeline(run: DemoRun) -> Table:

@@ -23,6 +23,40 @@ class Quirks:
     """A chunk that was just created reads as zeros, so it need not be zeroed again."""
     uniform_chunks: bool = False
     """All chunks of a reservation must have one size and lie on one grid from its base (ROCm 7.0 to 7.2)."""
+    memory_with_addresses: bool = False
+    """Memory that was unmapped and released returns only when the addresses it lay at are freed (ROCm 6.4 to 7.x)."""
+    single_unmap: bool = False
+    """An unmap takes one mapping at a time (ROCm before 7.0)."""
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What a device is, for a report and for finding the framework's device that is the same one."""
+
+    name: str
+    """The vendor's name of it."""
+    uuid: str
+    """32 hexadecimal digits in groups, `8-4-4-4-12`; empty where there is none."""
+    pci: str
+    """`domain:bus:device.function` in hexadecimal, `0000:3b:00.0`; empty where there is none."""
+    integrated: bool
+    """Shares its memory with the machine, so that what is free belongs to both."""
+    total: int
+    """Bytes of memory that the driver gives the device."""
+    multi_instance: bool
+    """A slice of a larger GPU (MIG): what tools say of the GPU is not true of the slice."""
+
+
+@dataclass(frozen=True)
+class MemoryTraits:
+    """How the handles of `Driver.create` are made, chosen once when the device is opened."""
+
+    handle_type: str = "none"
+    """`"none"`, `"posix_fd"` or `"fabric"`: how another process may be given the memory."""
+    refusals: tuple[tuple[str, str], ...] = ()
+    """(type, reason) of each type that was asked for before it and refused."""
+    rdma: bool = False
+    """A network card may reach the memory directly (GPUDirect RDMA)."""
 
 
 class Driver(ABC):
@@ -35,6 +69,7 @@ class Driver(ABC):
     granule: int
     """Bytes; every size and address below is a multiple of it."""
     quirks: Quirks
+    memory_traits: MemoryTraits
 
     @property
     def name(self) -> str:
@@ -47,6 +82,10 @@ class Driver(ABC):
         Entered once around an operation, not once a call. Raises `StateError` in a forked child: a driver does not
         survive a fork.
         """
+
+    @abstractmethod
+    def properties(self) -> DeviceProperties:
+        """What the device is. Reads attributes only: no primitive, no context, and no `scope()` needed."""
 
     @abstractmethod
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from vmm_kv._native import DeviceModel
-from vmm_kv.driver import Driver, Quirks, Span
-from vmm_kv.errors import DriverError, OutOfAddressSpace, OutOfPhysicalMemory, StateError
+from vmm_kv.driver import DeviceProperties, Driver, MemoryTraits, Quirks, Span
+from vmm_kv.driver.failures import failure, refuse_forked_child
+from vmm_kv.errors import DriverError
 
 _STATUS_NAMES = {
     1: "invalid value",
@@ -22,13 +23,6 @@ _STATUS_NAMES = {
     900: "stream is capturing",
     999: "unknown",
 }
-_OUT_OF_MEMORY = 2
-# What "out of memory" means depends on the call that says it.
-_SHORTAGES: dict[str, tuple[type[DriverError], str]] = {
-    "create": (OutOfPhysicalMemory, "Ask for fewer blocks, lower the utilization, or free memory on the device"),
-    "reserve": (OutOfAddressSpace, "Addresses ran out, not memory: reserve a smaller capacity or close other caches"),
-}
-_NO_MAPPINGS = (OutOfAddressSpace, "The kernel allows no more mappings (vm.max_map_count): use larger chunks")
 _READ_WRITE = 3
 
 
@@ -43,6 +37,7 @@ class HostDriver(Driver):
         self.model = model
         self.index = index
         self.granule = model.granule
+        self.memory_traits = MemoryTraits()
         self._quirks = quirks
         self._pid = os.getpid()
 
@@ -53,12 +48,12 @@ class HostDriver(Driver):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"{self.name} was opened in process {self._pid} and this is a forked child: open the device after the "
-                "fork, or start the child with 'spawn'"
-            )
+        refuse_forked_child(self.name, self._pid)
         yield
+
+    def properties(self) -> DeviceProperties:
+        total = self.model.budget(self.index)
+        return DeviceProperties(name="host", uuid="", pci="", integrated=False, total=total, multi_instance=False)
 
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
         status, base = self.model.reserve(size, alignment, hint)
@@ -129,11 +124,5 @@ class HostDriver(Driver):
         # Read from the model's books, not by mem_info: an error's text must not be another driver call.
         total = self.model.budget(self.index)
         free = total - self.model.used(self.index)
-        message = (
-            f"{call} on {self.name} failed: {_STATUS_NAMES.get(status, 'status')} ({status}); asked for {asked}; "
-            f"{free} of {total} bytes are free"
-        )
-        if status != _OUT_OF_MEMORY:
-            return DriverError(message, call=call, status=status)
-        kind, advice = _SHORTAGES.get(call, _NO_MAPPINGS)
-        return kind(f"{message}. {advice}", call=call, status=status)
+        memory = f"{free} of {total} bytes are free"
+        return failure(self.name, call, status, _STATUS_NAMES.get(status, "status"), asked, memory)

@@ -12,14 +12,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from vmm_kv.host.operations import OperationMode, may_allocate, new_storages, tensors
 
 if TYPE_CHECKING:
-    from vmm_kv._native import DeviceModel
     from vmm_kv.host.pool import GraphPool
 
 GRAIN = 512
@@ -52,16 +51,29 @@ def when_dead(owner: object, act: Callable[[Any], None], note: object) -> Callab
     return end
 
 
+class Budget(Protocol):
+    """The byte budgets of devices by number, as a device model keeps them. Bytes; a status of 0 is success."""
+
+    def charge(self, device: int, size: int, /) -> int: ...
+
+    def credit(self, device: int, size: int, /) -> int: ...
+
+    def used(self, device: int, /) -> int: ...
+
+    def budget(self, device: int, /) -> int: ...
+
+
 class HostMemory:
-    """The caching allocator of one host device, on the budget that the driver's chunks come out of as well.
+    """The caching allocator of one device, on the budget that the driver's chunks come out of as well.
 
     Figures are bytes. `reserved` is what the framework holds of the device: live storages, cached bytes, and the
-    segments of graph pools. Safe from any thread.
+    segments of graph pools. `name` stands in error texts, `"host:0"` by default. Safe from any thread.
     """
 
-    def __init__(self, model: DeviceModel, device: int) -> None:
-        self._model = model
+    def __init__(self, budget: Budget, device: int, name: str | None = None) -> None:
+        self._budget = budget
         self._device = device
+        self._name = name or f"host:{device}"
         self._lock = threading.RLock()  # reentrant: a garbage collection inside may run code that comes back here
         self._busy = False
         self._thread = _Thread()
@@ -197,27 +209,27 @@ class HostMemory:
         try:
             self._charge(nbytes - hit, nbytes)
         except torch.OutOfMemoryError:
-            self._model.credit(self._device, hit)  # a failed request leaves the cache empty
+            self._budget.credit(self._device, hit)  # a failed request leaves the cache empty
             raise
         self._allocated += nbytes
         self._raise_peaks()
 
     def _charge(self, nbytes: int, asked: int) -> None:
-        if nbytes and self._model.charge(self._device, nbytes):
+        if nbytes and self._budget.charge(self._device, nbytes):
             cached = self._cached
             self._flush()
-            if self._model.charge(self._device, nbytes):
+            if self._budget.charge(self._device, nbytes):
                 raise torch.OutOfMemoryError(self._shortage(asked, cached))
 
     def _flush(self) -> None:
-        self._model.credit(self._device, self._cached)
+        self._budget.credit(self._device, self._cached)
         self._cached = 0
 
     def _shortage(self, asked: int, flushed: int) -> str:
-        total = self._model.budget(self._device)
-        free = total - self._model.used(self._device)
+        total = self._budget.budget(self._device)
+        free = total - self._budget.used(self._device)
         return (
-            f"host:{self._device} is out of memory. Tried to allocate {_text(asked)}. The device has {_text(total)} in "
+            f"{self._name} is out of memory. Tried to allocate {_text(asked)}. The device has {_text(total)} in "
             f"total, of which {_text(free)} are free. Tensors hold {_text(self._allocated)}, graph pools "
             f"{_text(self._pooled)}; {_text(flushed)} of cached memory were flushed first."
         )

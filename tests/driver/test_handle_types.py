@@ -1,0 +1,69 @@
+"""The choice of a handle type (C92): by a real create, refusals remembered, running out of memory never one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from vmm_kv.driver.handle_types import choose
+from vmm_kv.errors import DriverError, DriverGone, OutOfPhysicalMemory, UnsupportedError
+
+
+def attempts(outcomes: Mapping[str, Exception | None], tried: list[str]) -> Callable[[str], None]:
+    def attempt(name: str) -> None:
+        tried.append(name)
+        if error := outcomes[name]:
+            raise error
+
+    return attempt
+
+
+def refusal(status: int) -> DriverError:
+    return DriverError(f"create failed ({status})", call="create", status=status)
+
+
+def test_the_first_that_works_is_taken_and_no_other_tried() -> None:
+    tried: list[str] = []
+    outcomes = {"fabric": None, "posix_fd": None, "none": None}
+    assert choose(["fabric", "posix_fd", "none"], attempts(outcomes, tried)) == ("fabric", ())
+    assert tried == ["fabric"]
+
+
+@pytest.mark.parametrize("error", [refusal(801), refusal(800), refusal(1), UnsupportedError("no such attribute")])
+def test_a_refusal_is_remembered_with_its_reason(error: Exception) -> None:
+    tried: list[str] = []
+    outcomes = {"fabric": error, "posix_fd": None}
+    assert choose(["fabric", "posix_fd"], attempts(outcomes, tried)) == ("posix_fd", (("fabric", str(error)),))
+    assert tried == ["fabric", "posix_fd"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfPhysicalMemory("create failed (2)", call="create", status=2),
+        DriverGone("create failed (4)", call="create", status=4),
+        refusal(999),
+        RuntimeError("anything else"),
+    ],
+)
+def test_what_is_no_refusal_is_raised_as_it_is(error: Exception) -> None:
+    tried: list[str] = []
+    with pytest.raises(type(error)) as caught:
+        choose(["fabric", "none"], attempts({"fabric": error, "none": None}, tried))
+    assert caught.value is error
+    assert tried == ["fabric"]
+
+
+def test_all_refused_is_unsupported_with_every_reason() -> None:
+    outcomes = {"fabric": refusal(800), "posix_fd": refusal(801)}
+    with pytest.raises(UnsupportedError, match=r"fabric: create failed \(800\); posix_fd: create failed \(801\)"):
+        choose(["fabric", "posix_fd"], attempts(outcomes, []))
+
+
+@pytest.mark.parametrize("order", [[], ["win32"], ["none", "fabrik"]])
+def test_an_order_that_is_none(order: list[str]) -> None:
+    tried: list[str] = []
+    with pytest.raises(ValueError, match="'none', 'posix_fd', 'fabric'"):
+        choose(order, attempts({"none": None}, tried))
+    assert tried == []
