@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
+import os
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,7 @@ import torch
 
 from vmm_kv._native import DeviceModel
 from vmm_kv.cache import KVCache
-from vmm_kv.capture import capture_in_progress
+from vmm_kv.capture import capture_in_progress, capturing
 from vmm_kv.device import Device, open_host
 from vmm_kv.driver import Quirks
 from vmm_kv.driver.host import HostDriver
@@ -888,3 +891,86 @@ def test_c79_blocks_beyond_the_count_are_not_mapped_after_an_alias(device: Devic
             driver.get_access(cache.base + segment.block(5)[0])
     with pytest.raises(IndexError):
         _ = cache.view("l0")[0][4]
+
+
+def test_a_step_is_published_or_discarded_once_whoever_asks(device: Device) -> None:
+    """The question whether it is done is asked inside the operation: here a publish waits while a discard runs."""
+    cache = make(device)
+    step = cache.prepare(8)
+    with cache._gate.operation("test"):
+        results: list[object] = []
+
+        def publish() -> None:
+            try:
+                results.append(step.publish())
+            except StateError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=step.discard), threading.Thread(target=step.discard)]
+        threads.append(threading.Thread(target=publish))
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join()
+    published = results == [8]
+    assert published or "published or discarded before" in str(results[0])
+    assert (cache.unreleased_bytes, cache.blocks) == (0, 8 if published else 0)
+    assert cache.physical_bytes == model(device).used(0) == (length(union(mapped(cache))) if published else 0)
+    cache.close()
+
+
+def test_a_closed_cache_shows_nothing_mapped(device: Device) -> None:
+    for alias in (False, True):
+        cache = make(device)
+        if alias:
+            cache.back(alias=True)
+        else:
+            cache.commit(8)
+        cache.close()
+        assert (cache.mapped_bytes, cache.backed, cache.reserved_bytes, cache.physical_bytes) == (0, 0, 0, 0)
+        assert {row.mapped_bytes for row in cache.segment_table()} == {0}
+
+
+def test_a_cache_is_neither_copied_nor_pickled(device: Device) -> None:
+    cache = make(device)
+    for owner in (cache, cache.prepare(1)):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="neither copied nor pickled"):
+                copied(owner)
+
+
+def test_tensors_that_torch_has_moved_are_refused(device: Device) -> None:
+    cache = make(device)
+    cache.commit(40)
+    cache.tensors["l0"].share_memory_()  # type: ignore[no-untyped-call]
+    with pytest.raises(StateError, match="torch has moved the cache's tensors"):
+        _ = cache.tensors
+    cache.close()
+
+
+def test_small_mistakes_are_named(device: Device) -> None:
+    cache = make(device)
+    cache.commit(8)
+    with pytest.raises(TypeError):
+        cache.commit(8.0)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="there are l0, l1"):
+        cache.view("zz")
+    with pytest.raises(TypeError, match="no remap listener"):
+        cache.add_listener(None)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_does_not_wait_for_the_parents_operation(device: Device) -> None:
+    """C85: an operation of another thread holds the gate at the fork."""
+    cache = make(device)
+    with cache._gate.operation("test"), capture_in_progress():
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cache.commit(8)
+            except StateError as error:
+                code = 0 if "forked child" in str(error) else 2
+            if code == 0 and capturing(device.driver):
+                code = 3
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -37,6 +37,10 @@ class Backing:
     def span(self, mapping: Mapping) -> Span:
         return mapping.address - self.base, mapping.end - self.base
 
+    def forget(self) -> None:
+        """Nothing is mapped any more, and not by way of an operation here."""
+        self.mapped, self.alias = (), None
+
     def absolute(self, spans: Spans) -> tuple[Span, ...]:
         return tuple((self.base + start, self.base + stop) for start, stop in spans)
 

@@ -13,15 +13,16 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from vmm_kv.backing import Backing, Pieces
+from vmm_kv.backing import Backing
 from vmm_kv.capture import refuse_while_capturing
 from vmm_kv.chunking import Chunking, ChunkSize
 from vmm_kv.errors import DriverGone, FaultedError, StateError, VmmError
 from vmm_kv.figures import Figures
 from vmm_kv.gate import Gate
 from vmm_kv.holdings import Holdings, bury, empty_graveyard
+from vmm_kv.interrupts import deferred
 from vmm_kv.layout import Layout, TensorSpec
 from vmm_kv.listeners import Listeners, RemapListener
 from vmm_kv.pages import Chunk, Reservation
@@ -69,14 +70,13 @@ class KVCache(Figures):
         self._state = State.RESERVED
         self._blocks = 0
         self._version = 0
-        refuse_while_capturing(driver, "reserve")
-        with driver.scope():
-            empty_graveyard(driver.name)
-            # Whole alias chunks, so that an alias backing can cover every address.
-            reservation = Reservation(driver, -(-layout.nbytes // chunking.alias) * chunking.alias)
-        self._holdings = Holdings(driver, reservation)
-        self._finalizer = weakref.finalize(self, bury, self._holdings)
-        self._finalizer.atexit = False
+        with deferred():
+            with self._on_device("reserve"):
+                # Whole alias chunks, so that an alias backing can cover every address.
+                reservation = Reservation(driver, -(-layout.nbytes // chunking.alias) * chunking.alias)
+            self._holdings = Holdings(driver, reservation)
+            self._finalizer = weakref.finalize(self, bury, self._holdings)
+            self._finalizer.atexit = False
         self._backing = Backing(driver, self._holdings, chunking, reservation.base, reservation.size)
         whole = byte_tensor(reservation, device.torch_device)
         self._tensors = {p.spec.name: placed_view(whole, p, layout.capacity) for p in layout.placements}
@@ -152,9 +152,9 @@ class KVCache(Figures):
         From RESERVED, from either backing, or to grow. If anything fails the cache is as it was before, and the same
         call succeeds once the cause is gone; if undoing it fails too: `FaultedError`.
         """
+        blocks = _count("commit", blocks, 1, self.capacity)
         if self._state is State.COMMITTED and blocks == self._blocks:
             return self._blocks
-        blocks = _count("commit", blocks, 1, self.capacity)
         with self._operation("commit", State.RESERVED, State.BACKED, State.COMMITTED):
             step = self._take(blocks)
             try:
@@ -208,13 +208,14 @@ class KVCache(Figures):
         if self._holdings.pid != os.getpid() or self._holdings.empty:
             self._state, self._blocks = State.CLOSED, 0
             return
-        with self._gate.operation("close"):
-            errors: list[Exception] = []
+        errors: list[Exception] = []
+        with self._gate.operation("close"), deferred():
             try:
                 with self._on_device("close"):
                     errors = self._undo()
             except DriverGone:
                 self._holdings.forget()
+                self._backing.forget()
                 self._state, self._blocks = State.CLOSED, 0
         if errors:
             done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
@@ -231,13 +232,18 @@ class KVCache(Figures):
     def __repr__(self) -> str:
         return f"<KVCache {self._state.value} on {self.device.driver.name}: {self._blocks} of {self.capacity} blocks>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a KV cache owns memory of its device: it can be neither copied nor pickled")
+
     # How an operation runs.
 
     @contextmanager
     def _operation(self, name: str, *states: State) -> Iterator[None]:
-        with self._gate.operation(name):
+        if self._holdings.pid != os.getpid():  # before the gate: whoever held it may not be in this process
+            raise StateError(f"{name} in a forked child: the cache is of process {self._holdings.pid}")
+        with self._gate.operation(name), deferred():
             if self._state not in states:
-                wanted = ", ".join(state.value for state in states)
+                wanted = " or ".join(state.value for state in states)
                 raise StateError(f"{name} on a cache that is {self._state.value}: it must be {wanted}")
             with self._on_device(name):
                 try:
@@ -257,15 +263,21 @@ class KVCache(Figures):
 
     def _undo(self) -> list[Exception]:
         """The whole of `close` on the device. Returns what failed."""
-        self._blocks = 0
+        before, self._blocks = self._blocks, 0
         errors: list[Exception] = []
         if self._state is not State.CLOSED:
             mapped = union(map(self._backing.span, self._backing.mappings()))
-            errors += self._listeners.closing(self._backing.absolute(mapped), self.generation)
+            try:
+                errors += self._listeners.closing(self._backing.absolute(mapped), self.generation)
+            except BaseException:  # no Exception: somebody wants out, and nothing has been undone yet
+                self._blocks = before
+                raise
         self._state = State.CLOSED
         self._tensors = {}
         self._version += 1
         errors += self._holdings.undo()
+        if not self._holdings.mappings:
+            self._backing.forget()
         if not self._holdings.mappings and not self._holdings.chunks and self._finalizer.detach():
             bury(self._holdings)  # at most the addresses are left, under somebody's tensor
         return errors
@@ -300,6 +312,8 @@ class KVCache(Figures):
 
     def _publish(self, step: PreparedCommit) -> int:
         with self._operation("publish", State.RESERVED, State.BACKED, State.COMMITTED):
+            if step.done:
+                raise StateError(f"this prepared commit of {step.blocks} blocks was published or discarded before")
             if step.version != self._version:
                 raise StateError(
                     f"this prepared commit of {step.blocks} blocks is stale: the cache has changed since. Discard it"
@@ -307,11 +321,14 @@ class KVCache(Figures):
             self._put(step, "publish")
             return self._blocks
 
-    def _discard(self, pieces: Pieces) -> None:
+    def _discard(self, step: PreparedCommit) -> None:
         if self._state in (State.FAULTED, State.CLOSED):
-            return  # close() goes through every chunk
+            step.done = True  # close() goes through every chunk
+            return
         with self._operation("discard", State.RESERVED, State.BACKED, State.COMMITTED):
-            self._holdings.release(chunk for _, chunk in pieces)
+            if not step.done:
+                step.done = True
+                self._holdings.release(chunk for _, chunk in step.pieces)
 
 
 def _count(operation: str, blocks: int, least: int, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +18,24 @@ _captures = 0
 def capture_in_progress() -> Iterator[None]:
     """Declares that graphs are captured inside the block, on any thread of the process."""
     global _captures
+    pid = os.getpid()
     with _lock:
         _captures += 1
     try:
         yield
     finally:
-        with _lock:
-            _captures -= 1
+        if os.getpid() == pid:
+            with _lock:
+                _captures -= 1
+
+
+def _none_in_a_forked_child() -> None:
+    """The threads that were capturing are the parent's, and so is whoever held the lock."""
+    global _captures, _lock
+    _captures, _lock = 0, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_none_in_a_forked_child)
 
 
 def capturing(driver: Driver) -> bool:

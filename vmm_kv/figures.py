@@ -42,8 +42,8 @@ class Figures:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of addresses, which are no memory."""
-        return self._backing.size
+        """Bytes of addresses, which are no memory. 0 once they are given back."""
+        return self._backing.size if self._holdings.reservation or self._holdings.addresses_lost else 0
 
     @property
     def capacity(self) -> int:
@@ -100,11 +100,20 @@ class Figures:
             raise StateError("the tensors of a closed cache: nothing is mapped behind them any more")
         if self._holdings.addresses_lost:
             raise StateError("the tensors of a cache whose addresses were lost: they may be anybody's now")
+        first = next(iter(self._tensors.values()))  # all share one storage
+        if first.untyped_storage().data_ptr() != self.base:
+            raise StateError(
+                "torch has moved the cache's tensors to memory of its own (share_memory_(), or a tensor handed to "
+                "another process): graphs still use the old addresses. Close the cache and make a new one"
+            )
         return MappingProxyType(self._tensors)
 
     def view(self, name: str) -> torch.Tensor:
         """The tensor over exactly the usable blocks: the spec's shape with `blocks` in the block dimension."""
-        tensor = self.tensors[name]
+        tensors = self.tensors
+        if name not in tensors:
+            raise KeyError(f"no tensor is called {name!r}: there are {', '.join(tensors)}")
+        tensor = tensors[name]
         spec = next(p.spec for p in self.layout.placements if p.spec.name == name)
         return tensor.narrow(spec.block_dim, 0, self._blocks)
 

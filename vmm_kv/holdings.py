@@ -18,6 +18,7 @@ from threading import Lock
 from vmm_kv.capture import capturing
 from vmm_kv.driver import Driver
 from vmm_kv.errors import DriverGone, FaultedError, VmmError
+from vmm_kv.interrupts import deferred
 from vmm_kv.pages import Chunk, Mapping, Reservation
 
 log = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ def _undo_outside_capture(holdings: Holdings) -> list[Exception]:
     try:
         if capturing(holdings.driver):
             return []
-        with holdings.driver.scope():
+        with deferred(), holdings.driver.scope():
             return holdings.undo()
     except DriverGone:
         holdings.forget()

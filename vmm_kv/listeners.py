@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 from vmm_kv.driver import Driver, Span
 from vmm_kv.errors import DriverGone, FaultedError
 from vmm_kv.gate import Gate
+from vmm_kv.interrupts import allowed
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,19 @@ class Listeners:
         """What was raised after the last map."""
 
     def add(self, listener: RemapListener) -> None:
+        for method in ("before_unmap", "after_map"):
+            if not callable(getattr(listener, method, None)):
+                raise TypeError(f"{listener!r} is no remap listener: it has no method {method}")
         self._listeners = (*self._listeners, listener)
 
-    def _foreign_code(self, operation: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _foreign_code(self, operation: str) -> Iterator[None]:
         """The gate's callbacks, where there is anybody to call: else other threads simply wait."""
-        return self._gate.callbacks(operation) if self._quiesce or self._listeners else nullcontext()
+        if self._quiesce or self._listeners:
+            with self._gate.callbacks(operation), allowed():
+                yield
+        else:
+            yield
 
     @contextmanager
     def around_unmap(self, operation: str, spans: Sequence[Span], generation: Callable[[], int]) -> Iterator[None]:

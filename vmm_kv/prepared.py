@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vmm_kv.backing import Pieces
-from vmm_kv.errors import StateError
 
 if TYPE_CHECKING:
     from vmm_kv.cache import KVCache
@@ -34,12 +33,12 @@ class PreparedCommit:
         If it fails, everything but these chunks is as it was before: publish again, or discard. Raises `StateError`
         for a step that is stale or done.
         """
-        if self.done:
-            raise StateError(f"this prepared commit of {self.blocks} blocks was published or discarded before")
         return self._cache._publish(self)
 
     def discard(self) -> None:
         """Gives the chunks back. Does nothing if they were published or given back before."""
         if not self.done:
-            self._cache._discard(self.pieces)
-            self.done = True
+            self._cache._discard(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a prepared commit owns memory of its device: it can be neither copied nor pickled")

@@ -1,0 +1,158 @@
+"""A Ctrl-C or another signal at any moment leaves the driver and the books in agreement (invariants 2, 3 and 9)."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from vmm_kv.cache import KVCache
+from vmm_kv.device import open_host
+from vmm_kv.driver.host import HostDriver
+from vmm_kv.interrupts import allowed, deferred
+from vmm_kv.layout import TensorSpec
+
+G = 4096
+NOTHING = {"handles": 0, "mappings": 0, "reservations": 0}
+
+
+@pytest.fixture(autouse=True)
+def python_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is back"
+    signal.signal(signal.SIGINT, before)
+
+
+def open_driver() -> tuple[KVCache, HostDriver]:
+    device = open_host(2048 * G, granule=G)
+    assert isinstance(device.driver, HostDriver)
+    device.driver.model.poison = True
+    return KVCache.reserve(device, [TensorSpec("kv", (2, None, G), torch.uint8)], 16, chunk=G), device.driver
+
+
+def interrupt_after(driver: HostDriver, name: str) -> None:
+    """The next call of the primitive is made, and the signal comes just after it."""
+    real = getattr(driver, name)
+
+    def call(*arguments: Any) -> Any:
+        delattr(driver, name)
+        result = real(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    setattr(driver, name, call)
+
+
+def check(cache: KVCache, driver: HostDriver) -> None:
+    assert sorted(driver.model.mapped()) == sorted((address, size) for address, size, _ in cache.chunk_table())
+    assert driver.model.used(0) == cache.physical_bytes
+    if cache.blocks:
+        assert cache.view("kv").sum() >= 0  # every usable block can be read
+    cache.close()
+    assert driver.model.live() == NOTHING
+    assert driver.model.used(0) == 0
+
+
+OPERATIONS: dict[str, tuple[Callable[[KVCache], object], Callable[[KVCache], object]]] = {
+    "commit": (lambda cache: cache.back(2), lambda cache: cache.commit(16)),
+    "commit from alias": (lambda cache: cache.back(alias=True), lambda cache: cache.commit(16)),
+    "shrink": (lambda cache: cache.commit(16), lambda cache: cache.shrink(3)),
+    "back": (lambda cache: None, lambda cache: cache.back(4)),
+    "close": (lambda cache: cache.commit(16), lambda cache: cache.close()),
+}
+
+
+@pytest.mark.parametrize("primitive", ["create", "map", "set_access", "zero", "unmap", "release", "mem_info"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_interrupt_just_after_a_driver_call_waits_for_the_end(operation: str, primitive: str) -> None:
+    cache, driver = open_driver()
+    before, act = OPERATIONS[operation]
+    before(cache)
+    interrupt_after(driver, primitive)
+    try:
+        act(cache)
+    except KeyboardInterrupt:
+        assert primitive not in vars(driver)
+    vars(driver).pop(primitive, None)
+    act(cache)
+    check(cache, driver)
+
+
+def test_a_timer_that_interrupts_again_and_again() -> None:
+    class Alarm(Exception):
+        pass
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for round_ in range(200):
+            cache, driver = open_driver()
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0001 + round_ * 0.00001)
+                    cache.back(2)
+                    cache.commit(16)
+                    cache.shrink(3)
+                    cache.commit(12)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                rung += 1
+            cache.commit(16)
+            check(cache, driver)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung > 20
+
+
+def test_foreign_code_can_be_interrupted() -> None:
+    cache, driver = open_driver()
+
+    class Interrupted:
+        def before_unmap(self, spans: object, generation: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def after_map(self, spans: object, generation: int) -> None: ...
+
+    cache.commit(16)
+    cache.tensors["kv"].fill_(7)
+    cache.add_listener(Interrupted())
+    for operation in (lambda: cache.shrink(3), cache.close):
+        with pytest.raises(KeyboardInterrupt):
+            operation()
+        assert cache.blocks == 16
+        assert bool(cache.view("kv").eq(7).all())
+    cache._listeners._listeners = ()
+    check(cache, driver)
+
+
+def test_signals_come_at_the_end_and_other_threads_do_nothing() -> None:
+    steps: list[str] = []
+    with pytest.raises(KeyboardInterrupt), deferred():
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+        steps.append("inside")
+    with pytest.raises(KeyboardInterrupt), deferred():
+        signal.raise_signal(signal.SIGINT)
+        steps.append("before")
+        with allowed():
+            steps.append("never")
+    assert steps == ["inside", "before"]
+
+    def elsewhere() -> None:
+        with deferred(), allowed():
+            steps.append("elsewhere")
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert steps[-1] == "elsewhere"
