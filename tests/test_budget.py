@@ -290,6 +290,12 @@ def test_c15_no_advice_that_memory_cannot_follow() -> None:
     assert "above 0.8277 free memory would" in found.advice[0]
 
 
+def test_no_utilization_above_one_is_spoken_of() -> None:
+    found = advice_case(free=24.0)
+    assert found.bound_by == "request"
+    assert found.advice[0] == "utilization binds"
+
+
 # The bound for the reservation
 
 

@@ -72,6 +72,23 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.mark.parametrize(
+    "text", ["129TiB", "99999999TiB", "9" * 21, "9" * 5000, "9" * 400 + ".5GiB", "1." + "0" * 400, "0", "0.1B", "-1GiB"]
+)
+def test_absurd_sizes_are_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size") as caught:
+        parse_bytes(text)
+    assert len(str(caught.value)) < 200
+    with pytest.raises(ValueError, match="is not a size"):
+        open_device(f"host:{text}")
+
+
+@pytest.mark.parametrize("name", [None, 0, torch.device("cpu")])
+def test_a_name_is_a_str(name: object) -> None:
+    with pytest.raises(TypeError, match="open_device takes a name as a str, 'auto'"):
+        open_device(name)  # type: ignore[arg-type]
+
+
 def test_a_real_gpu_takes_no_size() -> None:
     with pytest.raises(ValueError, match="has the memory it has"):
         open_device("cuda:0:2GiB")

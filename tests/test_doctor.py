@@ -70,7 +70,7 @@ def test_the_host_was_tried() -> None:
     (device,) = host.devices
     assert host.usable and host.shortfalls == ()
     assert (device.vmm, device.granule, device.handle_types) == (True, SIZE, {"none": WORKS})
-    assert device.quirks == ("fresh_zero",)
+    assert device.quirks == ("fresh_zero",) and device.granule_recommended is None
     assert 0 < device.free == device.total
 
 
@@ -205,13 +205,14 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Emul
 def test_devices_are_opened_and_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(name, monkeypatch, devices=2)
     assert model.charge(1, 5 * SIZE) == 0
+    model.set("recommended_granularity", 8 * SIZE)
     facts = kind(diagnose(), name)
     assert facts.usable and facts.shortfalls == () and {"binding", "driver"} <= set(facts.versions)
     first, second = facts.devices
     assert (first.name, second.name) == (f"{name}:0", f"{name}:1")
     assert first.uuid and first.pci and first.uuid != second.uuid
     assert (first.free, second.free, first.total, first.source) == (GIB, GIB - 5 * SIZE, GIB, "driver")
-    assert (first.vmm, first.granule, first.rdma) == (True, SIZE, False)
+    assert (first.vmm, first.granule, first.granule_recommended, first.rdma) == (True, SIZE, 8 * SIZE, False)
     assert first.handle_types["none"] == first.handle_types["posix_fd"] == WORKS
     assert model.live() == {"handles": 0, "mappings": 0, "reservations": 0}, "everything tried was given back"
 
@@ -291,12 +292,12 @@ def test_people_see_every_kind_and_what_to_do_last(bare: None) -> None:
 
 @emulated
 def test_people_see_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded("cuda", monkeypatch)
+    loaded("cuda", monkeypatch).set("recommended_granularity", 8 * SIZE)
     text = words(printed(diagnose()))
     device = kind(diagnose(), "cuda").devices[0]
     for said in (
         "1.00 GiB free of 1.00 GiB, by driver",
-        "granule 2.00 MiB",
+        "granule 2.00 MiB, recommended 16.00 MiB",
         device.uuid,
         device.handle_types["fabric"],
     ):

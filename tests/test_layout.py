@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -532,3 +534,23 @@ def test_thousands_of_segments_are_checked_and_sized_quickly(
 def test_importing_the_layout_imports_no_torch() -> None:
     program = "import sys, vmm_kv.layout; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None, float, 2])
+def test_a_dtype_that_is_none_of_torchs_is_refused_at_once(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"kv: dtype .* is no torch.dtype"):
+        TensorSpec("kv", (None, 4), dtype)
+
+
+@pytest.mark.parametrize("size", [4.0, "4", 4.5, (4,)])
+def test_a_dimension_that_is_no_whole_number_is_refused_at_once(size: Any) -> None:
+    with pytest.raises(TypeError, match=r"kv: .* in shape is no whole number"):
+        TensorSpec("kv", (None, size), torch.int8)
+    with pytest.raises(TypeError, match=r"kv: .* in order is no whole number"):
+        TensorSpec("kv", (None, 4), torch.int8, order=(0, size))
+
+
+def test_a_shape_becomes_plain() -> None:
+    spec = TensorSpec("kv", [None, np.int64(4)], torch.int8, order=[1, np.int32(0)])  # type: ignore[arg-type]
+    assert (spec.shape, spec.order) == ((None, 4), (1, 0))
+    assert {type(number) for number in (*spec.shape, *(spec.order or ()))} == {type(None), int}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import vmm_kv
+from vmm_kv import cli
 
 PACKAGE = Path(vmm_kv.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -198,6 +200,37 @@ def test_every_public_name_resolves_and_has_its_home_in_the_package() -> None:
         assert getattr(importlib.import_module(found.__module__), name) is found
         assert found.__module__.startswith("vmm_kv.")
     assert set(vmm_kv.__all__) <= set(dir(vmm_kv))
+
+
+def test_what_signatures_and_messages_name_is_public() -> None:
+    assert {
+        *("BudgetError", "DriverGone", "MemoryReading", "Plan", "PreparedCommit", "RemapListener", "parse_bytes"),
+    } <= set(vmm_kv.__all__)
+
+
+def test_the_version_is_the_packages_and_is_looked_up_when_asked_for() -> None:
+    assert vmm_kv.__version__ == importlib.metadata.version("vmm-kv")
+    assert "__version__" not in vars(vmm_kv) and "__version__" in dir(vmm_kv)
+
+
+def test_the_command_tells_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"vmm-kv {vmm_kv.__version__}\n")
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    mute = []
+    for name in vmm_kv.__all__:
+        found = getattr(vmm_kv, name)
+        members = vars(found).items() if isinstance(found, type) else ()
+        named = {name: found, **{f"{name}.{key}": value for key, value in members if not key.startswith("_")}}
+        mute += [
+            key
+            for key, value in named.items()
+            if (callable(value) or isinstance(value, property)) and not value.__doc__
+        ]
+    assert mute == []
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error() -> None:

@@ -16,8 +16,10 @@ from vmm_kv._native import DeviceModel
 from vmm_kv.budget import BudgetError
 from vmm_kv.cache import KVCache
 from vmm_kv.device import Device, Graph, open_host
+from vmm_kv.driver import Quirks
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import DriverError, LayoutError, OutOfPhysicalMemory, StateError
+from vmm_kv.host import HostFramework
 from vmm_kv.layout import TensorSpec
 from vmm_kv.report import StartupReport
 from vmm_kv.startup import Startup
@@ -626,3 +628,105 @@ def test_numbers_of_other_types_become_plain_ones(device: Device) -> None:
     share = Startup(device, utilization=np.float32(0.9))
     share.add(KVCache.reserve(device, [ODD], 64))
     assert json.loads(share.commit().to_json())["plan"]["request"]["utilization"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"min_blocks": 0}, ValueError, "min_blocks must be at least 1, got 0"),
+        ({"min_blocks": 2.0}, TypeError, "min_blocks must be a whole number, got 2.0"),
+        ({"min_blocks": 9, "blocks": 8}, ValueError, "blocks=8 is below min_blocks=9"),
+        ({"headroom": 4096}, TypeError, "headroom is a mapping of names to bytes.*got 4096"),
+        ({"headroom": [("sampler", 1)]}, TypeError, "headroom is a mapping"),
+        ({"headroom": {"sampler": "1"}}, TypeError, "headroom 'sampler' must be a whole number, got '1'"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_once(
+    device: Device, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    calls = model(device).calls()
+    with pytest.raises(error, match=said):
+        Startup(device, **options)
+    assert model(device).calls() == calls  # before the first reading
+
+
+def test_what_is_no_device_is_told_how_to_get_one() -> None:
+    with pytest.raises(TypeError, match=r"Startup takes a Device, which open_device\(name\) gives; got 'host:1GiB'"):
+        Startup("host:1GiB")  # type: ignore[arg-type]
+
+
+def test_the_cache_of_another_device_is_told_apart(device: Device) -> None:
+    other = open_host(TOTAL, granule=G)  # the same name, the same size
+    with pytest.raises(ValueError, match="another device") as caught:
+        Startup(device).add(KVCache.reserve(other, [KV], 4))
+    assert f"{id(other):#x}" in str(caught.value) and f"{id(device):#x}" in str(caught.value)
+
+
+@pytest.mark.parametrize("request_", [{"utilization": 0.5}, {"kv_bytes": TOTAL // 4}])
+def test_memory_for_too_few_blocks_is_told_when_addresses_are_reserved(
+    device: Device, request_: dict[str, Any]
+) -> None:
+    """The capacity came from memory: to reserve more is no advice."""
+    need = TOTAL // BLOCK
+    with pytest.raises(BudgetError, match=f"one longest request needs {need}: they take") as caught:
+        Startup(device, min_blocks=need, **request_).reserve([KV])
+    assert f"({need * BLOCK} bytes)" in str(caught.value)
+    assert "reserve more" not in str(caught.value)
+
+
+# The quirk memory_with_addresses: spares are held, and are used again
+
+
+def keeping(quirk: bool) -> Device:
+    """A device that gives memory back only with the addresses it was mapped at (B4), or one that behaves."""
+    driver = HostDriver(DeviceModel([TOTAL], G), quirks=Quirks(memory_with_addresses=quirk))
+    driver.model.quirk_memory_with_addresses = quirk
+    return Device(driver, torch.device("cpu"), HostFramework(driver.model))
+
+
+@pytest.mark.parametrize("back", [4, None])
+def test_a_commit_after_a_shrink_comes_to_the_same_count_with_spares(back: int | None) -> None:
+    counts = []
+    for quirk in (False, True):
+        device = keeping(quirk)
+        startup = Startup(device, utilization=1.0)
+        with startup.load():
+            weights = take(WEIGHTS)
+        cache = startup.reserve([KV], chunk=G)
+        if back:
+            startup.back(back)
+        first = startup.commit()
+        cache.shrink(first.blocks // 4)
+        assert bool(cache.spare_bytes) is quirk
+        again = startup.commit()
+        terms = again.plan.terms
+        assert again.plan.status == "ok" and terms.in_place <= terms.kv
+        assert terms.in_place == (first.plan.cost if quirk else -(-first.blocks // 4) * BLOCK // (2 * G) * 2 * G)
+        assert cache.spare_bytes == 0 and model(device).used(0) == weights.nbytes + cache.mapped_bytes
+        counts.append((first.blocks, again.blocks))
+    assert counts[0] == counts[1] and counts[0][0] == counts[0][1]
+
+
+def test_an_alias_chunk_that_becomes_a_spare_is_charged() -> None:
+    device = keeping(True)
+    startup = Startup(device, utilization=0.5)
+    cache = startup.reserve([KV], chunk=256 * G)
+    startup.back(alias=True)
+    report = startup.commit()
+    assert cache.spare_bytes == 256 * G
+    assert report.plan.cost == cache.physical_bytes == model(device).used(0) <= report.plan.requested
+    assert startup.commit().plan.status == "ok"
+    assert model(device).used(0) <= report.plan.requested
+
+
+def test_one_caches_spares_are_not_anothers() -> None:
+    device = keeping(True)
+    startup = Startup(device, utilization=1.0)
+    one, two = startup.reserve([KV], chunk=G), startup.reserve([KV], chunk=G)
+    first = startup.commit()
+    one.shrink(first.blocks // 4)
+    two.shrink(0)  # all of it returns
+    taken = allocate(device, 20 * MIB)
+    again = startup.commit()
+    assert len(again.tries) == 1 and one.blocks == two.blocks == again.blocks < first.blocks
+    assert again.plan.cost == one.physical_bytes + two.physical_bytes <= TOTAL - taken.nbytes

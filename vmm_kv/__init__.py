@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vmm_kv.budget import BudgetError, Plan
     from vmm_kv.cache import KVCache
-    from vmm_kv.device import Device, open_device
+    from vmm_kv.device import Device, open_device, parse_bytes
     from vmm_kv.errors import (
         DriverError,
+        DriverGone,
         FaultedError,
         LayoutError,
         OutOfAddressSpace,
@@ -22,21 +24,33 @@ if TYPE_CHECKING:
         VmmError,
     )
     from vmm_kv.layout import Layout, Placement, TensorSpec
+    from vmm_kv.listeners import RemapListener
+    from vmm_kv.measure import MemoryReading
+    from vmm_kv.prepared import PreparedCommit
     from vmm_kv.report import StartupReport
     from vmm_kv.startup import Startup
     from vmm_kv.state import State
+
+    __version__: str
 
 _HOMES = {
     "KVCache": "cache",
     "State": "state",
     "Device": "device",
     "open_device": "device",
+    "parse_bytes": "device",
     "Layout": "layout",
     "Placement": "layout",
     "TensorSpec": "layout",
     "Startup": "startup",
     "StartupReport": "report",
+    "BudgetError": "budget",
+    "Plan": "budget",
+    "MemoryReading": "measure",
+    "PreparedCommit": "prepared",
+    "RemapListener": "listeners",
     "DriverError": "errors",
+    "DriverGone": "errors",
     "FaultedError": "errors",
     "LayoutError": "errors",
     "OutOfAddressSpace": "errors",
@@ -47,15 +61,21 @@ _HOMES = {
 }
 
 __all__ = [
+    "BudgetError",
     "Device",
     "DriverError",
+    "DriverGone",
     "FaultedError",
     "KVCache",
     "Layout",
     "LayoutError",
+    "MemoryReading",
     "OutOfAddressSpace",
     "OutOfPhysicalMemory",
     "Placement",
+    "Plan",
+    "PreparedCommit",
+    "RemapListener",
     "Startup",
     "StartupReport",
     "State",
@@ -64,14 +84,19 @@ __all__ = [
     "UnsupportedError",
     "VmmError",
     "open_device",
+    "parse_bytes",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vmm-kv")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, "__version__"])

@@ -54,7 +54,7 @@ class Terms:
     headroom: Items = ()
     """What to leave free. Open-ended: transient, safety, encoder, ..."""
     in_place: int = 0
-    """Mapped KV bytes that stay mapped: a prefix, or an earlier commit. 0 for an alias."""
+    """KV bytes that stay: mapped ones of a prefix or an earlier commit, and unmapped ones kept for growth."""
     backed: int = 0
     """Blocks that `in_place` backs."""
     footprint: int | None = None
@@ -94,7 +94,7 @@ class Plan:
     capacity: int
     """Blocks that there are addresses for."""
     cost: int
-    """Bytes mapped for `blocks`."""
+    """Bytes that `blocks` take, `in_place` included."""
     leftover: int
     """`kv_bytes` - `cost`."""
     next_step: int | None
@@ -193,7 +193,7 @@ def plan(
 ) -> Plan:
     """Sizes the KV cache.
 
-    `cost(n)` is the bytes mapped when `n` blocks are, what stays mapped anyway included; asked for n in 0..capacity.
+    `cost(n)` is the bytes held for `n` blocks, what stays anyway (`in_place`) included; asked for n in 0..capacity.
     `blocks_within(bytes)` is the largest n that costs no more; it may stop at `capacity` (blocks). `min_blocks` is what
     one longest request needs.
 
@@ -345,7 +345,9 @@ def _advice(found: Plan) -> tuple[float | None, tuple[str, ...]]:
     most = min(Fraction(1), Fraction(found.room - found.share + found.requested, found.terms.total))
     captures = max(0, found.terms.footprint or 0)
     keep = Fraction(repr(float(found.request.utilization))) + Fraction(captures, found.terms.total)
-    binds = f"utilization binds; above {math.floor(most * 10000) / 10000:.4f} free memory would"
+    binds = "utilization binds"
+    if most < 1:
+        binds += f"; above {math.floor(most * 10000) / 10000:.4f} free memory would"
     if not captures or keep > most:
         return None, (binds,)
     advised = round(float(keep), 4)

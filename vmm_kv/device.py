@@ -17,6 +17,7 @@ from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import UnsupportedError
 from vmm_kv.holdings import empty_graveyard
 from vmm_kv.host import HostFramework
+from vmm_kv.layout import ADDRESS_SPACE
 from vmm_kv.measure import FrameworkMemory, MemoryReading, read_memory
 from vmm_kv.memory_source import DeviceMemory, resolve
 from vmm_kv.system_files import gpu_figures, half_of_memory, host_figures
@@ -82,14 +83,17 @@ class Device:
 
     @property
     def name(self) -> str:
+        """The driver's kind and device number, `"host:0"`: not what distinguishes two host devices."""
         return self.driver.name
 
     @property
     def memory(self) -> FrameworkMemory:
+        """The framework's figures on this device."""
         return self._framework.memory
 
     @property
     def context_bytes(self) -> int | None:
+        """Bytes that the process holds by having the device open; None where nobody can tell."""
         return self._framework.context_bytes
 
     def active(self) -> AbstractContextManager[None]:
@@ -110,6 +114,7 @@ class Device:
         return self._framework.graph_pool()
 
     def new_graph(self) -> Graph:
+        """An empty graph, for one `capture`. It keeps the capture's memory until it dies or is reset."""
         return self._framework.new_graph()
 
     @contextmanager
@@ -139,9 +144,12 @@ def open_device(name: str = "auto", *, handle_types: Sequence[str] = ("none",)) 
     `"none"`. The first that works is used.
 
     With `VMM_KV_TESTING` in the environment (`vmm_kv.emulated`) `"cuda:0"`, `"cuda:0:2GiB"` and the like open an
-    emulated driver. Raises `UnsupportedError` naming what is missing and what to install, also where a GPU is there
-    and cannot be driven: the host never stands in for it unasked.
+    emulated driver. Raises `TypeError` or `ValueError` for what is no such name, `UnsupportedError` naming what is
+    missing and what to install, also where a GPU is there and cannot be driven: the host never stands in for it
+    unasked.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"open_device takes a name as a str, {_NAMES}; got {name!r}")
     kind, _, rest = name.partition(":")
     if name == "auto":
         return _open_auto(handle_types)
@@ -171,13 +179,16 @@ def open_host(budget: int, *, granule: int = _GRANULE) -> Device:
 
 
 def parse_bytes(text: str) -> int:
-    """`"2GiB"`, `"512MiB"`, `"1073741824"` as a number of bytes. Binary units only. Raises `ValueError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    """`"2GiB"`, `"512MiB"`, `"1073741824"` as a number of bytes. Binary units only.
+
+    Raises `ValueError` for what is no size, and for one below a byte or above what a process can address.
+    """
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a size: a number with B, KiB, MiB, GiB or TiB, for example 2GiB")
+        raise ValueError(f"{text[:50]!r} is not a size: a number with B, KiB, MiB, GiB or TiB, for example 2GiB")
     size = float(match[1]) * _UNITS[match[2]] if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    if size < 1:
-        raise ValueError(f"{text!r} is not a size: it must be at least one byte")
+    if not 1 <= size <= ADDRESS_SPACE:
+        raise ValueError(f"{text!r} is not a size: it must be at least one byte and at most {ADDRESS_SPACE >> 40}TiB")
     return int(size)
 
 

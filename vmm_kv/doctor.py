@@ -248,7 +248,7 @@ def _facts(driver: Driver, handle_types: dict[str, str]) -> DeviceFacts:
         pci=properties.pci,
         vmm=True,
         granule=driver.granule,
-        granule_recommended=getattr(traits, "recommended_granule", None),
+        granule_recommended=traits.recommended_granule,
         handle_types=handle_types,
         rdma=traits.rdma,
         quirks=tuple(name for name, on in asdict(driver.quirks).items() if on),

@@ -69,6 +69,7 @@ class StartupReport:
         return {**asdict(self), **derived}
 
     def to_json(self) -> str:
+        """`to_dict` as JSON text, indented."""
         return json.dumps(self.to_dict(), indent=2)
 
     def table(self) -> str:

@@ -7,20 +7,18 @@ import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vmm_kv.budget import BudgetError, Plan, capacity_bound, transient
+from vmm_kv.budget import BudgetError, Plan, capacity_bound, exactly, transient
 from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
+from vmm_kv.device import Device
 from vmm_kv.errors import LayoutError, OutOfPhysicalMemory, StateError
 from vmm_kv.layout import TensorSpec, most_blocks
 from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings, step_peak
 from vmm_kv.report import CommitTry, StartupReport
 from vmm_kv.request import Request
 from vmm_kv.state import State
-
-if TYPE_CHECKING:
-    from vmm_kv.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +51,15 @@ class Startup:
         utilization: share of the whole device for all that this process holds; 0.9 if nothing is asked for.
         kv_bytes: upper bound on the KV cache alone. blocks: an exact count. At most one of the three.
         headroom: named items to leave free, in bytes; the transient of the worst step is measured and comes on top.
-        min_blocks: what one longest request needs. Fewer is an error that itemises where the memory went.
+        min_blocks: what one longest request needs, at least 1. Fewer is an error that itemises where the memory went.
         """
+        _check_device(device)
         if utilization is None and kv_bytes is None and blocks is None:
             utilization = 0.9
         self.device = device
         self.request = Request(utilization=utilization, kv_bytes=kv_bytes, blocks=blocks)
-        self.headroom = {name: _headroom(name, size) for name, size in (headroom or {}).items()}
-        self.min_blocks = min_blocks
+        self.headroom = _headroom({} if headroom is None else headroom)
+        self.min_blocks = _min_blocks(min_blocks, self.request)
         self.caches: list[KVCache] = []
         self.phases: dict[str, float] = {}
         self.footprints: list[Footprint] = []
@@ -83,7 +82,7 @@ class Startup:
         """Reserves a cache for the specs and adds it. `options` are those of `KVCache.reserve`.
 
         capacity: blocks; None for an upper bound worked out from what is free now, as if nothing but the cache were to
-        come: addresses are no memory.
+        come: addresses are no memory. Raises `BudgetError` where that bound holds fewer than `min_blocks`.
         """
         with self._timed("reserve"):
             blocks = self._upper_bound(specs) if capacity is None else capacity
@@ -92,7 +91,8 @@ class Startup:
     def add(self, cache: KVCache) -> KVCache:
         """Adds a cache that the engine reserved itself, with a layout of its own."""
         if cache.device is not self.device:
-            raise ValueError(f"the cache is on {cache.device.name}, the start-up on another device {self.device.name}")
+            mine, other_device = (f"{d!r} (object {id(d):#x})" for d in (self.device, cache.device))
+            raise ValueError(f"the cache is on another device, {other_device}, than the start-up, {mine}")
         if cache in self.caches:
             raise ValueError(f"{cache!r} was added before")
         self.caches.append(cache)
@@ -192,7 +192,7 @@ class Startup:
         if len(self.readings) > 1 and self.readings[-1].label in ("sized", "committed"):
             self.readings.pop()
         self._flushed_reading("sized")
-        mapped = sum(cache.mapped_bytes for cache in self.caches)
+        mapped = any(cache.mapped_bytes for cache in self.caches)
         return plan_from_readings(
             self.readings,
             request=self.request,
@@ -202,14 +202,14 @@ class Startup:
             peak_of_step=None if self._transient is None else self.readings[-1].reserved + self._transient,
             headroom=self.headroom,
             context=self.device.context_bytes,
-            in_place=mapped,
+            in_place=sum(_kept(cache) for cache in self.caches),
             backed=min(cache.backed for cache in self.caches) if mapped else 0,
             captures=self.footprints,
             min_blocks=self.min_blocks,
         )
 
     def _cost(self, blocks: int) -> int:
-        return sum(cache.cost(blocks) for cache in self.caches)
+        return sum(_held(cache, blocks) for cache in self.caches)
 
     def _blocks_within(self, budget: int) -> int:
         return most_blocks(self._cost, budget, min(cache.capacity for cache in self.caches))
@@ -222,7 +222,15 @@ class Startup:
         now = self._flushed_reading("reserving")
         own = now.reserved + max(0, other(self.readings[0], now)) + (self.device.context_bytes or 0)
         block_bytes = sum(spec.block_bytes for spec in specs)
-        return max(1, capacity_bound(self.request, now.total, now.free, own) // block_bytes)
+        bound = capacity_bound(self.request, now.total, now.free, own)
+        blocks, need = bound // block_bytes, self.min_blocks * block_bytes
+        if blocks < self.min_blocks:
+            raise BudgetError(
+                f"the KV cache comes to {blocks} blocks, one longest request needs {self.min_blocks}: they take "
+                f"{exactly(need)} or more, at most {exactly(bound)} are there (this process holds {exactly(own)}, free "
+                f"are {exactly(now.free)}); ask for more, free memory on the device, or shorten the longest request"
+            )
+        return blocks
 
     def _usable(self) -> int:
         return max(cache.blocks for cache in self.caches)
@@ -278,11 +286,50 @@ class Startup:
         )
 
 
-def _headroom(name: str, size: int) -> int:
-    number = operator.index(size)
-    if number < 0:
-        raise ValueError(f"headroom {name!r} must not be negative, got {size}")
+def _check_device(device: object) -> None:
+    if not isinstance(device, Device):
+        raise TypeError(f"Startup takes a Device, which open_device(name) gives; got {device!r}")
+
+
+def _whole(name: str, number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {number!r}") from None
+
+
+def _min_blocks(min_blocks: int, request: Request) -> int:
+    number = _whole("min_blocks", min_blocks)
+    if number < 1:
+        raise ValueError(f"min_blocks must be at least 1, got {number}")
+    if request.blocks is not None and request.blocks < number:
+        raise ValueError(f"blocks={request.blocks} is below min_blocks={number}, which one longest request needs")
     return number
+
+
+def _headroom(items: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(items, Mapping):
+        raise TypeError(f"headroom is a mapping of names to bytes, such as {{'sampler': 8 << 20}}; got {items!r}")
+    sizes = {name: _whole(f"headroom {name!r}", size) for name, size in items.items()}
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"headroom {name!r} must not be negative, got {size}")
+    return sizes
+
+
+def _kept(cache: KVCache) -> int:
+    """Bytes of memory that stay with the cache whatever is committed: mapped, or spare for growth."""
+    return cache.mapped_bytes + cache.spare_bytes + _alias_kept(cache)
+
+
+def _held(cache: KVCache, blocks: int) -> int:
+    """Bytes of memory that the cache has after a commit of `blocks`. Never below `_kept`, nor falling in `blocks`."""
+    return max(cache.cost(blocks), cache.mapped_bytes + cache.spare_bytes) + _alias_kept(cache)
+
+
+def _alias_kept(cache: KVCache) -> int:
+    """Bytes of an alias chunk that becomes a spare when it is replaced, after all the others were made."""
+    return cache.unit if _has_alias(cache) and cache.device.driver.quirks.memory_with_addresses else 0
 
 
 def _has_alias(cache: KVCache) -> bool:

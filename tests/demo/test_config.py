@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vmm_kv.demo.config import ModelConfig
+from vmm_kv.demo.config import _MOST, ModelConfig
+from vmm_kv.demo.model import Decoder
 
 GOOD: dict[str, Any] = {
     "hidden_size": 64,
@@ -68,6 +69,12 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("vocab_size", 255),
         ("tie_word_embeddings", "yes"),
         ("torch_dtype", "float16"),
+        ("torch_dtype", ["bfloat16"]),
+        ("torch_dtype", {}),
+        ("rope_theta", 10**400),
+        ("rms_norm_eps", 10**400),
+        ("max_position_embeddings", 1),
+        ("max_position_embeddings", 15),
     ],
 )
 def test_a_nonsensical_field_is_named(name: str, value: object) -> None:
@@ -82,3 +89,28 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         ModelConfig.from_json(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(_MOST))
+@pytest.mark.parametrize("more", [1, 10**4000])
+def test_a_size_that_no_decoder_has_is_named(name: str, more: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: at most") as caught:
+        ModelConfig.from_fields({**GOOD, name: _MOST[name] + more})
+    assert len(str(caught.value)) < 200
+
+
+def test_what_is_nested_too_deeply_is_a_bad_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="nested too deeply") as caught:
+        ModelConfig.from_json(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weight_bytes_are_those_of_the_decoder(tied: bool) -> None:
+    config = ModelConfig.from_fields({**GOOD, "tie_word_embeddings": tied})
+    model = Decoder(config, torch.device("cpu"))
+    tensors = [model.norm, model.head, model.embedding, model.cos, model.sin]
+    tensors += [tensor for layer in model.layers for tensor in vars(layer).values()]
+    assert config.weight_bytes == sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -294,8 +294,9 @@ def test_the_granule_is_the_minimum_for_the_very_properties(
         return query(allocation, option)
 
     monkeypatch.setattr(api, "cuMemGetAllocationGranularity", spy)
-    assert CudaDriver(0, handle_types=("posix_fd",)).granule == GRANULE
-    assert seen == [(1, 1, 0)]
+    driver = CudaDriver(0, handle_types=("posix_fd",))
+    assert (driver.granule, driver.memory_traits.recommended_granule) == (GRANULE, 16 * GRANULE)
+    assert seen == [(1, 1, 0), (1, 1, 1)]
 
 
 # --- how handles are made ---------------------------------------------------------------------------------------------

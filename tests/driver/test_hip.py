@@ -143,6 +143,11 @@ def test_opening_leaves_no_memory_behind(model: EmulatedModel) -> None:
     assert model.live() == {"handles": 0, "mappings": 0, "reservations": 0}
 
 
+def test_the_recommended_granule_is_told(model: EmulatedModel) -> None:
+    model.set("recommended_granularity", 16 * GRANULE)
+    assert HipDriver().memory_traits.recommended_granule == 16 * GRANULE
+
+
 def test_a_reported_granule_under_2_mib_is_not_believed(model: EmulatedModel) -> None:
     """B7."""
     model.set("quirk_4k_granularity", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -499,3 +500,34 @@ def test_a_layer_writes_its_cache_and_replays_with_other_slots(
             assert torch.equal(y, wanted) and torch.equal(kv, wanted_kv)
             assert int(wanted_kv[0].flatten(0, 1).abs().sum((1, 2)).count_nonzero()) == 3
     assert pool.used == 512  # y is all that is left of the capture
+
+
+def test_a_graph_keeps_its_pool_when_all_else_is_gone() -> None:
+    """As `torch.cuda.CUDAGraph` does: the recorded addresses lie in the pool, whoever lets go of pool and device."""
+
+    def build() -> tuple[HostGraph, Tensor, Tensor, list[weakref.ref[Any]]]:
+        memory = HostMemory(DeviceModel([64 * MIB]), 0)
+        pool, graph, x, out = GraphPool(memory), HostGraph(), torch.ones(MIB), torch.zeros(MIB)
+        with torch.no_grad(), capture(graph, pool, memory):
+            out.copy_((x + 1) * 2 + 3)
+        return graph, x, out, [weakref.ref(segment) for segment in pool.segments]
+
+    graph, x, out, segments = build()
+    gc.collect()
+    assert segments and all(segment() is not None for segment in segments)  # a replay would be a segmentation fault
+    x.fill_(4)
+    graph.replay()
+    assert out.eq(13).all()
+    graph.reset()
+    gc.collect()
+    assert all(segment() is None for segment in segments)
+
+
+def test_a_capture_that_raised_keeps_no_pool(memory: HostMemory) -> None:
+    pool, graph = GraphPool(memory), HostGraph()
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), capture(graph, pool, memory):
+        raise ZeroDivisionError
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None and not graph.captured

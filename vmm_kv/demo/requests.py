@@ -10,6 +10,8 @@ from pathlib import Path
 # Sixteenths of the longest sequence. Several lengths, so that requests come and go and many batch sizes occur.
 _PROMPT_LENGTHS = (9, 12, 7, 13, 10, 6, 11, 8)
 _ANSWER_LENGTHS = (2, 3, 1, 2, 3)
+LEAST_LONGEST = 16
+"""Tokens: below it a sixteenth of the longest sequence is none."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def read_text(path: str | Path | None = None) -> bytes:
 
 def requests_from(text: bytes, longest: int, total_tokens: int) -> list[Request]:
     """Requests of at most `longest` tokens each, enough of them to reach `total_tokens`."""
-    if longest < 16:
-        raise ValueError(f"sequences of at most {longest} tokens: at least 16 are needed")
+    if longest < LEAST_LONGEST:
+        raise ValueError(f"sequences of at most {longest} tokens: at least {LEAST_LONGEST} are needed")
     requests: list[Request] = []
     tokens = start = 0
     for prompt, answer in zip(cycle(_PROMPT_LENGTHS), cycle(_ANSWER_LENGTHS), strict=False):

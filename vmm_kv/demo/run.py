@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vmm_kv.budget import BudgetError, exactly, readable
 from vmm_kv.cache import KVCache
 from vmm_kv.demo.config import ModelConfig
 from vmm_kv.demo.engine import Engine, EngineConfig, Served
@@ -77,6 +78,36 @@ class DemoResult:
     tokens_generated: int
     seconds: float
 
+    def proof(self) -> tuple[tuple[bool, str], ...]:
+        """Each thing that the run is to prove, and whether it did."""
+        times = self.distinct_blocks_written / max(1, self.profile_blocks)
+        written = (
+            f"{self.distinct_blocks_written} blocks written, {times:.1f} times what backed the capture, "
+            f"up to block {self.highest_block_used}"
+        )
+        return (
+            (self.captures == self.graphs, f"{self.graphs} graphs captured, each once, before the size was known"),
+            (self.distinct_blocks_written > self.profile_blocks, written),
+            (self.addresses_stable, "every address is where it was when it was reserved"),
+            (self.tokens_match, f"all {self.tokens_generated} tokens equal those on an ordinary cache"),
+            (self.logits_match, f"so are the logits of every step (checksum {self.logits_checksum[:12]})"),
+            (self.peak_used_bytes <= self.requested_bytes, f"never above the {readable(self.requested_bytes)} asked"),
+        )
+
+    @property
+    def proved(self) -> bool:
+        return all(good for good, _ in self.proof())
+
+    @property
+    def too_small(self) -> str | None:
+        """Why this device cannot hold the proof, where it cannot."""
+        if self.final_blocks - 1 > self.profile_blocks:  # block 0 is never handed out
+            return None
+        return (
+            f"{self.device} is too small for the proof: {self.final_blocks} blocks were granted, and serving can write "
+            f"no more than the {self.profile_blocks} that backed the capture. Take a larger device"
+        )
+
 
 @dataclass(frozen=True)
 class DemoRun:
@@ -105,11 +136,27 @@ class Started:
 
 
 def run_demo(options: DemoOptions, tell: Tell | None = None) -> DemoRun:
-    """Runs everything. Raises `ValueError` for a bad file, `BudgetError` where memory does not suffice."""
+    """Runs everything. Raises `ValueError` for a bad file, `BudgetError` or `OutOfPhysicalMemory` where memory does not
+    suffice."""
     begin = time.perf_counter()
     tell = tell or (lambda phase, done, total: None)
-    with _one_thread():
-        return _run(options, tell, begin)
+    try:
+        with _one_thread():
+            return _run(options, tell, begin)
+    except RuntimeError as error:
+        if shortage := _shortage(options.device, error):
+            raise shortage from error
+        raise
+
+
+def _shortage(device: str, error: RuntimeError) -> BudgetError | None:
+    """What torch's errors come to where memory is short. The CPU's own allocator has no class for it."""
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return BudgetError(f"{device} is too small for the demo: {reason} Take a larger device")
+    if "can't allocate memory" in reason:
+        return BudgetError(f"this machine has too little memory for the demo on {device}: {reason}. Take a smaller one")
+    return None
 
 
 @contextmanager
@@ -187,6 +234,12 @@ def start(options: DemoOptions, tell: Tell | None = None) -> Started:
         headroom={"serving margin": SERVING_MARGIN},
         min_blocks=1 + settings.table_width,
     )
+    if shape.weight_bytes > device.total_bytes:
+        # Seen before they are made: on the CPU they would be, and the machine might not have the memory either.
+        raise BudgetError(
+            f"the model's weights take {exactly(shape.weight_bytes)}, {device.name} has {exactly(device.total_bytes)}: "
+            "take a larger device or a smaller model"
+        )
     tell("load", 0, 0)
     with startup.load():
         model = Decoder(shape, device.torch_device)

@@ -57,6 +57,8 @@ class MemoryTraits:
     """(type, reason) of each type that was asked for before it and refused."""
     rdma: bool = False
     """A network card may reach the memory directly (GPUDirect RDMA)."""
+    recommended_granule: int | None = None
+    """Bytes: the size from which the driver promises its best mappings. None where it does not tell."""
 
 
 class Driver(ABC):

@@ -178,11 +178,12 @@ class CudaBinding:
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return [access]
 
-    def granularity(self, allocation: Any, where: str) -> int:
-        """The minimum, in bytes, for exactly this allocation (C1, C74)."""
-        minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    def granularity(self, allocation: Any, where: str, *, recommended: bool = False) -> int:
+        """The minimum or what is recommended, in bytes, for exactly this allocation (C1, C74)."""
+        flags = self.api.CUmemAllocationGranularity_flags
+        kind = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED if recommended else flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         query = self.api.cuMemGetAllocationGranularity
-        return int(self._checked(where, "granularity", "the allocation granularity", query, allocation, minimum))
+        return int(self._checked(where, "granularity", "the allocation granularity", query, allocation, kind))
 
     # Contexts.
 

@@ -132,7 +132,8 @@ class HipDriver(Driver):
             self.release(self.create(self.granule))
 
         chosen, refusals = handle_types.choose(order, attempt)
-        self.memory_traits = MemoryTraits(chosen, refusals, rdma)
+        recommended = self._binding.granularity(self._allocation, self.name, recommended=True)
+        self.memory_traits = MemoryTraits(chosen, refusals, rdma, recommended)
 
     def properties(self) -> DeviceProperties:
         return DeviceProperties(

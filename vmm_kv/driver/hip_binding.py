@@ -170,11 +170,12 @@ class HipBinding:
         access.flags = api.hipMemAccessFlags.hipMemAccessFlagsProtReadWrite
         return access
 
-    def granularity(self, allocation: Any, where: str) -> int:
-        """The minimum, in bytes, for exactly this allocation (C1)."""
-        minimum = self.api.hipMemAllocationGranularity_flags.hipMemAllocationGranularityMinimum
+    def granularity(self, allocation: Any, where: str, *, recommended: bool = False) -> int:
+        """The minimum or what is recommended, in bytes, for exactly this allocation (C1)."""
+        flags = self.api.hipMemAllocationGranularity_flags
+        kind = flags.hipMemAllocationGranularityRecommended if recommended else flags.hipMemAllocationGranularityMinimum
         query = self.api.hipMemGetAllocationGranularity
-        return int(self._checked(where, "granularity", "the allocation granularity", query, allocation, minimum))
+        return int(self._checked(where, "granularity", "the allocation granularity", query, allocation, kind))
 
     # The thread's state.
 

@@ -34,14 +34,19 @@ _UNWRITTEN = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, a
 
 
 class HostGraph:
-    """A recorded sequence of operations, like `torch.cuda.CUDAGraph`. Made by `capture`."""
+    """A recorded sequence of operations, like `torch.cuda.CUDAGraph`. Made empty, and filled by `capture`.
+
+    Keeps the pool of its capture: the recorded addresses lie there, whoever else lets go of pool and device.
+    """
 
     def __init__(self) -> None:
         self._calls: Sequence[Callable[[], object]] | None = None
+        self._pool: GraphPool | None = None
         self._leave_pool: Callable[[], object] | None = None
 
     @property
     def captured(self) -> bool:
+        """Whether it holds a capture, which `replay` runs and `reset` drops."""
         return self._calls is not None
 
     def replay(self) -> None:
@@ -64,6 +69,7 @@ class HostGraph:
         if self._leave_pool:
             self._leave_pool()
             self._leave_pool = None
+        self._pool = None
 
 
 @contextmanager
@@ -84,7 +90,7 @@ def capture(graph: HostGraph, pool: GraphPool, memory: HostMemory) -> Iterator[N
         raise StateError("this graph holds a capture already: reset() it, or use another")
     memory.empty_cache()
     recorder = _Recorder(pool)
-    graph._leave_pool = pool.join(graph)
+    graph._pool, graph._leave_pool = pool, pool.join(graph)
     _thread.capturing = True
     try:
         with memory.paused(), recorder:
