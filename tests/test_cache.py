@@ -945,7 +945,51 @@ def test_tensors_that_torch_has_moved_are_refused(device: Device) -> None:
     cache.tensors["l0"].share_memory_()  # type: ignore[no-untyped-call]
     with pytest.raises(StateError, match="torch has moved the cache's tensors"):
         _ = cache.tensors
+    for operation in (lambda: cache.view("l0"), lambda: cache.shrink(8), lambda: cache.prepare(40)):
+        with pytest.raises(StateError, match="torch has moved the cache's tensors"):
+            operation()
+    assert cache.blocks == 40
     cache.close()
+    assert model(device).live() == NOTHING
+
+
+def test_a_device_capture_alone_refuses_operations(device: Device) -> None:
+    """Invariant 7, without `Startup`."""
+    cache = make(device)
+    cache.commit(8)
+    graph, pool = device.new_graph(), device.graph_pool()
+    operations: tuple[Callable[[], object], ...] = (lambda: cache.commit(40), lambda: cache.shrink(4), cache.close)
+    with torch.no_grad(), device.capture(graph, pool):
+        for operation in operations:
+            with pytest.raises(StateError, match="while a graph is being captured"):
+                operation()
+    assert cache.blocks == 8
+    cache.close()
+
+
+def test_a_discard_that_a_close_overtakes_does_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(device)
+    step = cache.prepare(8)
+    enter = cache._gate.operation
+
+    def late(name: str) -> Any:
+        if name == "discard":
+            cache.close()
+        return enter(name)
+
+    monkeypatch.setattr(cache._gate, "operation", late)
+    step.discard()
+    assert step.done
+    assert model(device).live() == NOTHING
+
+
+@pytest.mark.parametrize("chunk", [4096.0, float("nan"), [4096], b"auto"])
+def test_a_chunk_size_is_an_integer(device: Device, chunk: Any) -> None:
+    with pytest.raises(TypeError):
+        make(device, chunk=chunk)
+    with pytest.raises(ValueError, match="it is 'auto', a number of bytes, or None"):
+        make(device, chunk="large")
+    assert make(device, chunk=torch.tensor(G)).commit(8) == 8
 
 
 def test_small_mistakes_are_named(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ import torch
 from vmm_kv.cache import KVCache
 from vmm_kv.device import open_host
 from vmm_kv.driver.host import HostDriver
+from vmm_kv.errors import VmmError
 from vmm_kv.interrupts import allowed, deferred
 from vmm_kv.layout import TensorSpec
+from vmm_kv.state import State
 
 G = 4096
 NOTHING = {"handles": 0, "mappings": 0, "reservations": 0}
@@ -85,28 +88,38 @@ def test_an_interrupt_just_after_a_driver_call_waits_for_the_end(operation: str,
 
 
 def test_a_timer_that_interrupts_again_and_again() -> None:
-    class Alarm(Exception):
-        pass
-
     def ring(number: int, frame: FrameType | None) -> None:
-        raise Alarm
+        raise KeyboardInterrupt
+
+    class Heard:
+        def before_unmap(self, spans: object, generation: int) -> None: ...
+
+        def after_map(self, spans: object, generation: int) -> None: ...
 
     before = signal.signal(signal.SIGALRM, ring)
     rung = 0
     try:
         for round_ in range(200):
             cache, driver = open_driver()
+            if round_ % 2:
+                cache.add_listener(Heard())
             try:
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0001 + round_ * 0.00001)
-                    cache.back(2)
+                    signal.setitimer(signal.ITIMER_REAL, 0.0001 + round_ * 0.00001, 0.0003)
+                    cache.back(**({"alias": True} if round_ % 4 > 1 else {"blocks": 2}))
                     cache.commit(16)
                     cache.shrink(3)
                     cache.commit(12)
+                    cache.close()
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            except Alarm:
+            except KeyboardInterrupt:
                 rung += 1
+            assert signal.getsignal(signal.SIGALRM) is ring
+            if cache.state is State.CLOSED:
+                check(cache, driver)
+                continue
+            assert not cache._gate._lock.locked()
             cache.commit(16)
             check(cache, driver)
     finally:
@@ -144,15 +157,114 @@ def test_signals_come_at_the_end_and_other_threads_do_nothing() -> None:
     with pytest.raises(KeyboardInterrupt), deferred():
         signal.raise_signal(signal.SIGINT)
         steps.append("before")
-        with allowed():
-            steps.append("never")
+        allowed(lambda: steps.append("never"))
     assert steps == ["inside", "before"]
 
     def elsewhere() -> None:
-        with deferred(), allowed():
-            steps.append("elsewhere")
+        with deferred():
+            allowed(lambda: steps.append("elsewhere"))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
     assert steps[-1] == "elsewhere"
+
+
+def test_memory_of_a_step_that_nobody_gets_is_given_back() -> None:
+    cache, driver = open_driver()
+    interrupt_after(driver, "create")
+    with pytest.raises(KeyboardInterrupt):
+        cache.prepare(16)
+    assert cache.physical_bytes == driver.model.used(0) == 0
+    check(cache, driver)
+
+
+def test_every_signal_that_came_is_delivered_once_although_the_first_raises() -> None:
+    heard: list[int] = []
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    descriptor = signal.set_wakeup_fd(writing)
+    try:
+        with pytest.raises(KeyboardInterrupt), deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == []
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+    assert os.read(reading, 16) == bytes([signal.SIGINT, signal.SIGUSR1]), "an event loop hears of each once"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_ctrl_c_ends_the_wait_for_another_threads_operation() -> None:
+    cache, driver = open_driver()
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._gate.operation("hold"):
+            held.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            cache.commit(16)
+        assert cache._gate._lock.locked(), "the other thread's operation still has it"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        go_on.set()
+        thread.join()
+    assert cache.commit(16) == 16
+    check(cache, driver)
+
+
+def test_listeners_told_of_a_close_that_was_interrupted_hear_that_the_pages_stay() -> None:
+    cache, driver = open_driver()
+    heard: list[str] = []
+
+    class Listener:
+        def __init__(self, error: BaseException | None) -> None:
+            self.error = error
+
+        def before_unmap(self, spans: object, generation: int) -> None:
+            heard.append("before")
+            if self.error:
+                raise self.error
+
+        def after_map(self, spans: object, generation: int) -> None:
+            heard.append("after")
+
+    cache.commit(16)
+    cache.add_listener(Listener(None))
+    cache.add_listener(Listener(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        cache.close()
+    assert (heard, cache.state, cache.blocks) == (["before", "before", "after"], State.COMMITTED, 16)
+    cache._listeners._listeners = (Listener(RuntimeError("it goes on")),)
+    with pytest.raises(VmmError, match="is complete, but it goes on"):
+        cache.close()
+    check(cache, driver)
+
+
+def test_a_child_forked_from_another_thread_during_an_operation_can_be_interrupted() -> None:
+    codes: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with deferred():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler, "here it still waits"
+    assert codes == [0]

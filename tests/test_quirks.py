@@ -52,7 +52,7 @@ class Contested(HostDriver):
 
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
         if hint and self.contest:
-            self.taken = super().reserve(size, alignment, hint)
+            self.taken, self.taken_bytes = super().reserve(size, alignment, hint), size
         return super().reserve(size, alignment, hint)
 
 
@@ -89,7 +89,8 @@ def lose_addresses(device: Device) -> None:
 
 def leave_no_trace(device: Device, cache: KVCache) -> None:
     driver = contested(device)
-    driver.free_address(driver.taken, cache.reserved_bytes)
+    assert cache.reserved_bytes == 0
+    driver.free_address(driver.taken, driver.taken_bytes)
     assert driver.model.live() == NOTHING
 
 

@@ -143,8 +143,15 @@ class KVCache(Figures):
         another operation can only be discarded.
         """
         blocks = _count("commit", blocks, 1, self.capacity)
-        with self._operation("prepare", State.RESERVED, State.BACKED, State.COMMITTED):
-            return self._take(blocks)
+        step = None
+        try:
+            with self._operation("prepare", State.RESERVED, State.BACKED, State.COMMITTED):
+                step = self._take(blocks)
+            return step
+        except BaseException:  # a signal that waited: nobody gets the step
+            if step:
+                step.discard()
+            raise
 
     def commit(self, blocks: int) -> int:
         """Maps memory behind the first `blocks` blocks, zeroes what becomes usable, and returns the usable count.
@@ -207,9 +214,10 @@ class KVCache(Figures):
         """
         if self._holdings.pid != os.getpid() or self._holdings.empty:
             self._state, self._blocks = State.CLOSED, 0
+            self._backing.forget()
             return
-        errors: list[Exception] = []
-        with self._gate.operation("close"), deferred():
+        with self._gate.operation("close"):
+            errors: list[Exception] = []
             try:
                 with self._on_device("close"):
                     errors = self._undo()
@@ -217,11 +225,10 @@ class KVCache(Figures):
                 self._holdings.forget()
                 self._backing.forget()
                 self._state, self._blocks = State.CLOSED, 0
-        if errors:
-            done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
-            raise VmmError(
-                f"close on {self.device.driver.name} {done} " + "; ".join(str(error) or repr(error) for error in errors)
-            ) from errors[0]
+            if errors:
+                done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
+                what = "; ".join(str(error) or repr(error) for error in errors)
+                raise VmmError(f"close on {self.device.driver.name} {done} {what}") from errors[0]
 
     def __enter__(self) -> KVCache:
         return self
@@ -241,10 +248,12 @@ class KVCache(Figures):
     def _operation(self, name: str, *states: State) -> Iterator[None]:
         if self._holdings.pid != os.getpid():  # before the gate: whoever held it may not be in this process
             raise StateError(f"{name} in a forked child: the cache is of process {self._holdings.pid}")
-        with self._gate.operation(name), deferred():
+        with self._gate.operation(name):
             if self._state not in states:
                 wanted = " or ".join(state.value for state in states)
                 raise StateError(f"{name} on a cache that is {self._state.value}: it must be {wanted}")
+            if State.CLOSED not in states:
+                self._refuse_moved()
             with self._on_device(name):
                 try:
                     self._holdings.retry_unreleased()
@@ -325,9 +334,9 @@ class KVCache(Figures):
         if self._state in (State.FAULTED, State.CLOSED):
             step.done = True  # close() goes through every chunk
             return
-        with self._operation("discard", State.RESERVED, State.BACKED, State.COMMITTED):
-            if not step.done:
-                step.done = True
+        with self._operation("discard", *State):
+            done, step.done = step.done, True
+            if not done and self._state not in (State.FAULTED, State.CLOSED):  # a close was quicker
                 self._holdings.release(chunk for _, chunk in step.pieces)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,11 +42,15 @@ class Chunking:
 
         All chunks are alike where the driver wants that, and where it keeps memory with its addresses, so that growth
         can map any chunk that a shrink has left. Raises `ValueError` for a size that is no positive multiple of the
-        granule, `UnsupportedError` for None where chunks must be alike.
+        granule, `TypeError` for one that is no integer, `UnsupportedError` for None where chunks must be alike.
         """
         granule = driver.granule
-        if isinstance(chunk, int) and (chunk <= 0 or chunk % granule):
-            raise ValueError(f"a chunk of {chunk} bytes on {driver.name}: it must be a multiple of {granule}")
+        if isinstance(chunk, str) and chunk != "auto":
+            raise ValueError(f"chunk={chunk!r}: it is 'auto', a number of bytes, or None")
+        if chunk is not None and chunk != "auto":
+            chunk = operator.index(chunk)
+            if chunk <= 0 or chunk % granule:
+                raise ValueError(f"a chunk of {chunk} bytes on {driver.name}: it must be a multiple of {granule}")
         if driver.quirks.uniform_chunks or driver.quirks.memory_with_addresses:
             if chunk is None:
                 raise UnsupportedError(f"{driver.name} needs chunks of one size; chunk=None makes them of any")

@@ -12,6 +12,7 @@ import torch
 
 from vmm_kv import emulated, gpu_drivers
 from vmm_kv._native import DeviceModel
+from vmm_kv.capture import capture_in_progress
 from vmm_kv.driver import Driver
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import UnsupportedError
@@ -120,7 +121,7 @@ class Device:
     @contextmanager
     def capture(self, graph: Graph, pool: Any) -> Iterator[None]:
         """Records the torch operations inside into `graph`, their intermediates placed in `pool`."""
-        with self._framework.capture(graph, pool):
+        with capture_in_progress(), self._framework.capture(graph, pool):
             yield
         self.captures += 1
 

@@ -43,7 +43,7 @@ class Figures:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of addresses, which are no memory. 0 once they are given back."""
-        return self._backing.size if self._holdings.reservation or self._holdings.addresses_lost else 0
+        return self._backing.size if self._holdings.reservation else 0
 
     @property
     def capacity(self) -> int:
@@ -96,17 +96,23 @@ class Figures:
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Every tensor at its full capacity shape. Touching a block that is not backed is a fault of the device."""
+        tensors = self._tensors  # before the question: a close on another thread empties the field after its answer
         if self._state is State.CLOSED:
             raise StateError("the tensors of a closed cache: nothing is mapped behind them any more")
         if self._holdings.addresses_lost:
             raise StateError("the tensors of a cache whose addresses were lost: they may be anybody's now")
-        first = next(iter(self._tensors.values()))  # all share one storage
-        if first.untyped_storage().data_ptr() != self.base:
-            raise StateError(
-                "torch has moved the cache's tensors to memory of its own (share_memory_(), or a tensor handed to "
-                "another process): graphs still use the old addresses. Close the cache and make a new one"
-            )
-        return MappingProxyType(self._tensors)
+        self._refuse_moved()
+        return MappingProxyType(tensors)
+
+    def _refuse_moved(self) -> None:
+        """Raises `StateError` where the tensors are not at the reservation's addresses (invariant 1)."""
+        for tensor in self._tensors.values():
+            if tensor.untyped_storage().data_ptr() != self.base:
+                raise StateError(
+                    "torch has moved the cache's tensors to memory of its own (share_memory_(), or a tensor handed to "
+                    "another process): graphs still use the old addresses. Close the cache and make a new one"
+                )
+            break  # all share one storage
 
     def view(self, name: str) -> torch.Tensor:
         """The tensor over exactly the usable blocks: the spec's shape with `blocks` in the block dimension."""

@@ -287,6 +287,7 @@ def _undo_outside_capture(holdings: Holdings) -> list[Exception]:
 def _shutdown() -> None:
     """The last moment to call a driver. Caches still alive are left to the process's end, as are their users."""
     global _shut_down
-    empty_graveyard()
+    with deferred():
+        empty_graveyard()
     _shut_down = True
     _graves.clear()

@@ -7,12 +7,17 @@ people's code, they are back. Other threads run no handlers, so there both do no
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_SIGNALS = tuple(int(number) for number in signal.valid_signals())
 
 
 class _Deferral:
@@ -21,12 +26,18 @@ class _Deferral:
         self._came: list[int] = []
 
     def hold(self) -> None:
-        """Puts a note-taker in the place of every handler that is Python code."""
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                signal.signal(number, self._note)
+        """Puts a note-taker in the place of every handler that is Python code, even if one of them raises meanwhile."""
+        complete = False
+        try:
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler) and handler != self._note:
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+            complete = True
+        finally:
+            if not complete:
+                self.hold()
 
     def let(self) -> None:
         """Puts every handler back, even if one that is back already raises meanwhile."""
@@ -39,10 +50,22 @@ class _Deferral:
                 self.let()
 
     def deliver(self) -> None:
-        """Raises the signals that came, in order, for the handlers that are back."""
-        came, self._came = self._came, []
-        for number in came:
-            signal.raise_signal(number)
+        """Calls the handlers, which are back, of the signals that came, in order; every one, even if one raises.
+
+        The signals are not sent again: an event loop has seen them, by its wake-up descriptor, when they came.
+        """
+        try:
+            while self._came:
+                handler = signal.getsignal(number := self._came.pop(0))
+                if callable(handler):
+                    handler(number, sys._getframe())
+        finally:
+            if self._came:
+                self.deliver()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._came)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._came.append(number)
@@ -76,19 +99,39 @@ def deferred() -> Iterator[None]:
             deferral.deliver()
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """Inside `deferred()`: what came is delivered now, and what comes at once, as an error of the code inside."""
+def allowed(call: Callable[[], T]) -> T:
+    """Runs other people's code inside `deferred()`: what came is delivered first, and what comes at once.
+
+    A function, since a signal can come between the end of a `with` block and the first line of what ends it.
+    """
     global _active
     deferral = _active
     if deferral is None or not _in_main_thread():
-        yield
-        return
-    _active = None
+        return call()
     try:
+        _active = None
         deferral.let()
         deferral.deliver()
-        yield
+        return call()
     finally:
         _active = deferral
-        deferral.hold()
+        try:
+            deferral.hold()
+        finally:
+            deferral.hold()  # a signal just before the first line of the other
+
+
+def waiting() -> bool:
+    """Whether a signal has come that `deferred()` holds back from this thread."""
+    return _active is not None and _in_main_thread() and _active.waiting
+
+
+def _let_in_a_forked_child() -> None:
+    """Another thread forked while the main thread was in an operation, which nobody ends in the child."""
+    global _active
+    deferral, _active = _active, None
+    if deferral is not None and threading.current_thread() is threading.main_thread():
+        deferral.let()
+
+
+os.register_at_fork(after_in_child=_let_in_a_forked_child)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vmm_kv.driver import Driver, Span
 from vmm_kv.errors import DriverGone, FaultedError
 from vmm_kv.gate import Gate
-from vmm_kv.interrupts import allowed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RemapListener(Protocol):
@@ -47,14 +46,11 @@ class Listeners:
                 raise TypeError(f"{listener!r} is no remap listener: it has no method {method}")
         self._listeners = (*self._listeners, listener)
 
-    @contextmanager
-    def _foreign_code(self, operation: str) -> Iterator[None]:
+    def _foreign_code(self, operation: str, call: Callable[[], T]) -> T:
         """The gate's callbacks, where there is anybody to call: else other threads simply wait."""
         if self._quiesce or self._listeners:
-            with self._gate.callbacks(operation), allowed():
-                yield
-        else:
-            yield
+            return self._gate.callbacks(operation, call)
+        return call()
 
     @contextmanager
     def around_unmap(self, operation: str, spans: Sequence[Span], generation: Callable[[], int]) -> Iterator[None]:
@@ -67,44 +63,66 @@ class Listeners:
             yield
             return
         listeners = self._listeners
-        with self._foreign_code(operation):
+
+        def announce() -> None:
             if self._quiesce:
                 self._quiesce()
             self._driver.synchronize()
             _announce_unmap(listeners, spans, generation())
+
+        self._foreign_code(operation, announce)
         try:
             yield
         except FaultedError:
             raise
         except BaseException:
-            with self._foreign_code(operation):
-                self.errors = _announce_map(listeners, spans, generation())
+            self.errors = self._foreign_code(operation, lambda: _announce_map(listeners, spans, generation()))
             raise
 
     def mapped(self, operation: str, spans: Sequence[Span], generation: int) -> None:
         """Tells of new pages. What listeners raise is left in `errors`."""
         self.errors = ()
         if spans:
-            with self._foreign_code(operation):
-                self.errors = _announce_map(self._listeners, spans, generation)
+            self.errors = self._foreign_code(operation, lambda: _announce_map(self._listeners, spans, generation))
 
     def closing(self, spans: Sequence[Span], generation: int) -> list[Exception]:
-        """The last words: quiesce, wait, tell everyone. Goes through all of it and returns what failed."""
+        """The last words: quiesce, wait, tell everyone. Goes through all of it and returns what failed.
+
+        What is no `Exception` (a Ctrl-C) stops it: those told before hear that the pages are there after all.
+        """
         errors: list[Exception] = []
         if not spans:
             return errors
-        calls: list[Callable[[], None]] = [self._quiesce] if self._quiesce else []
-        calls.append(self._driver.synchronize)
-        calls += [partial(listener.before_unmap, spans, generation) for listener in self._listeners]
-        with self._foreign_code("close"):
-            for call in calls:
-                try:
-                    call()
-                except DriverGone:
-                    pass  # nothing runs on a device without a driver
-                except Exception as error:
-                    errors.append(error)
+        listeners, told = self._listeners, 0
+
+        def tell() -> None:
+            nonlocal told
+            if self._quiesce:
+                with _collecting(errors):
+                    self._quiesce()
+            with _collecting(errors):
+                self._driver.synchronize()
+            for listener in listeners:
+                with _collecting(errors):
+                    listener.before_unmap(spans, generation)
+                told += 1
+
+        try:
+            self._foreign_code("close", tell)
+        except BaseException:
+            self._foreign_code("close", lambda: _announce_map(listeners[:told], spans, generation))
+            raise
         return errors
+
+
+@contextmanager
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except DriverGone:
+        pass  # nothing runs on a device without a driver
+    except Exception as error:
+        errors.append(error)
 
 
 def _announce_unmap(listeners: Sequence[RemapListener], spans: Sequence[Span], generation: int) -> None:
