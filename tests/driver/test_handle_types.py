@@ -61,6 +61,14 @@ def test_all_refused_is_unsupported_with_every_reason() -> None:
         choose(["fabric", "posix_fd"], attempts(outcomes, []))
 
 
+def test_what_was_asked_for_already_is_not_advised() -> None:
+    refused = {"fabric": refusal(800), "none": refusal(801)}
+    with pytest.raises(UnsupportedError, match=r"\(800\). Add 'none' to the list"):
+        choose(["fabric"], attempts(refused, []))
+    with pytest.raises(UnsupportedError, match=r"\(801\)$"):
+        choose(["fabric", "none"], attempts(refused, []))
+
+
 @pytest.mark.parametrize("order", [[], ["win32"], ["none", "fabrik"]])
 def test_an_order_that_is_none(order: list[str]) -> None:
     tried: list[str] = []

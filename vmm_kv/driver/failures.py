@@ -19,7 +19,8 @@ _SHORTAGES: dict[str, tuple[type[DriverError], str]] = {
     "create": (OutOfPhysicalMemory, "Ask for fewer blocks, lower the utilization, or free memory on the device"),
     "reserve": (OutOfAddressSpace, "Addresses ran out, not memory: reserve a smaller capacity or close other caches"),
 }
-_NO_MAPPINGS = (OutOfAddressSpace, "The kernel allows no more mappings (vm.max_map_count): use larger chunks")
+_NO_KERNEL_MAPPINGS = (OutOfAddressSpace, "The kernel allows no more mappings (vm.max_map_count): use larger chunks")
+_NO_DEVICE_MAPPINGS = (OutOfAddressSpace, "The driver has no memory for more mappings: use larger chunks")
 
 
 def failure(where: str, call: str, status: int, status_name: str, asked: str, memory: str = "") -> DriverError:
@@ -34,7 +35,8 @@ def failure(where: str, call: str, status: int, status_name: str, asked: str, me
         return DriverGone(message, call=call, status=status)
     if status != OUT_OF_MEMORY:
         return DriverError(message, call=call, status=status)
-    kind, advice = _SHORTAGES.get(call, _NO_MAPPINGS)
+    mappings = _NO_KERNEL_MAPPINGS if where.startswith("host:") else _NO_DEVICE_MAPPINGS
+    kind, advice = _SHORTAGES.get(call, mappings)
     return kind(f"{message}. {advice}", call=call, status=status)
 
 

@@ -39,4 +39,5 @@ def choose(order: Sequence[str], attempt: Callable[[str], None]) -> tuple[str, t
         else:
             return name, tuple(refusals)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
-    raise UnsupportedError(f"none of the handle types asked for can be had here: {reasons}. Add 'none' to the list")
+    advice = "" if "none" in order else ". Add 'none' to the list"
+    raise UnsupportedError(f"none of the handle types asked for can be had here: {reasons}{advice}")
