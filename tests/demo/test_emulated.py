@@ -10,14 +10,10 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-import torch
 
 from vmm_kv import cli
 
-pytestmark = pytest.mark.skipif(
-    bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"
-)
-
+pytestmark = pytest.mark.emulated
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 """Of the bundled model: the same number of steps, less work in each."""

@@ -92,6 +92,7 @@ def on_a_new_thread(action: Callable[[], Any]) -> Any:
     return results[0]
 
 
+@pytest.mark.emulated
 def test_g1_nothing_answers_before_init() -> None:
     script = """
 from vmm_kv.testing import load_cuda
@@ -127,6 +128,7 @@ def test_g2_contexts_are_a_stack_of_the_thread(rig: Rig) -> None:
     assert [status(call()) for call in (cuda.cuCtxGetDevice, cuda.cuCtxPopCurrent, cuda.cuCtxSynchronize)] == [201] * 3
 
 
+@pytest.mark.emulated
 def test_g2_a_primary_context_lives_while_it_is_retained() -> None:
     """In a process of its own: references of drivers that were opened here before would keep it alive."""
     script = f"""

@@ -70,7 +70,8 @@ def test_refused_under_a_gpu_build_of_torch(
     load: Callable[[], EmulatedModel], kind: str, build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(testing, "_loaded", {})  # as in a process that has not loaded any
-    monkeypatch.setattr(torch.version, kind, "12.8")
+    for other in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, other, "12.8" if other == kind else None)
     with pytest.raises(UnsupportedError, match=rf"{re.escape(build)}.*CPU build of torch"):
         load()
     assert testing._loaded == {}
@@ -128,6 +129,7 @@ def test_importing_the_library_does_not_import_its_testing_part() -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+@pytest.mark.emulated
 def test_the_bindings_find_the_emulated_libraries() -> None:
     printed = run("""
 cuda_model, hip_model = testing.load_cuda(budget=1 << 30), testing.load_hip(devices=3)
@@ -140,6 +142,7 @@ print(os.environ["ROCM_PATH"] == str(hip_model.library.parent.parent))
     assert printed == "True 3\nTrue\n"
 
 
+@pytest.mark.emulated
 def test_loading_again_puts_fresh_devices_in_place() -> None:
     first = load_cuda(devices=1)
     first.charge(0, 1 << 20)
@@ -147,6 +150,7 @@ def test_loading_again_puts_fresh_devices_in_place() -> None:
     assert (second.used(0), second.budget(1)) == (0, 2 << 30)
 
 
+@pytest.mark.emulated
 def test_a_child_that_inherits_our_rocm_path_may_load_too() -> None:
     package = str(load_hip().library.parent.parent)
     assert run("print(testing.load_hip().devices)", ROCM_PATH=package) == "1\n"
