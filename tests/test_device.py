@@ -15,7 +15,7 @@ from vmm_kv import device as device_module
 from vmm_kv import gpu_drivers
 from vmm_kv._native import DeviceModel
 from vmm_kv.cache import KVCache
-from vmm_kv.device import Device, open_device, open_host, parse_bytes
+from vmm_kv.device import Device, open_device, open_host
 from vmm_kv.driver import DeviceProperties, Quirks
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import OutOfPhysicalMemory, StateError, UnsupportedError, VmmError
@@ -66,21 +66,12 @@ def test_a_size_that_is_none(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("3KiB", 3072), ("1.5GiB", 3 << 29), (" 2 MiB ", 2 * MIB), ("1TiB", 1 << 40)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize(
     "text", ["129TiB", "99999999TiB", "9" * 21, "9" * 5000, "9" * 400 + ".5GiB", "1." + "0" * 400, "0", "0.1B", "-1GiB"]
 )
 def test_absurd_sizes_are_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size") as caught:
-        parse_bytes(text)
-    assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match="is not a size"):
         open_device(f"host:{text}")
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("name", [None, 0, torch.device("cpu")])

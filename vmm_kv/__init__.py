@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vmm_kv.budget import BudgetError, Plan
     from vmm_kv.cache import KVCache
-    from vmm_kv.device import Device, open_device, parse_bytes
+    from vmm_kv.device import Device, open_device
     from vmm_kv.errors import (
         DriverError,
         DriverGone,
@@ -23,11 +23,16 @@ if TYPE_CHECKING:
         UnsupportedError,
         VmmError,
     )
+    from vmm_kv.fingerprint import Fingerprint, PinError
+    from vmm_kv.kv_groups import Group
     from vmm_kv.layout import Layout, Placement, TensorSpec
     from vmm_kv.listeners import RemapListener
     from vmm_kv.measure import MemoryReading
     from vmm_kv.prepared import PreparedCommit
+    from vmm_kv.rank_plan import RankBudgetError, RankedPlan, plan_ranks
+    from vmm_kv.rank_terms import Rank, Term
     from vmm_kv.report import StartupReport
+    from vmm_kv.sizes import parse_bytes
     from vmm_kv.startup import Startup
     from vmm_kv.state import State
 
@@ -38,7 +43,7 @@ _HOMES = {
     "State": "state",
     "Device": "device",
     "open_device": "device",
-    "parse_bytes": "device",
+    "parse_bytes": "sizes",
     "Layout": "layout",
     "Placement": "layout",
     "TensorSpec": "layout",
@@ -46,6 +51,14 @@ _HOMES = {
     "StartupReport": "report",
     "BudgetError": "budget",
     "Plan": "budget",
+    "plan_ranks": "rank_plan",
+    "RankedPlan": "rank_plan",
+    "RankBudgetError": "rank_plan",
+    "Fingerprint": "fingerprint",
+    "PinError": "fingerprint",
+    "Rank": "rank_terms",
+    "Term": "rank_terms",
+    "Group": "kv_groups",
     "MemoryReading": "measure",
     "PreparedCommit": "prepared",
     "RemapListener": "listeners",
@@ -66,33 +79,44 @@ __all__ = [
     "DriverError",
     "DriverGone",
     "FaultedError",
+    "Fingerprint",
+    "Group",
     "KVCache",
     "Layout",
     "LayoutError",
     "MemoryReading",
     "OutOfAddressSpace",
     "OutOfPhysicalMemory",
+    "PinError",
     "Placement",
     "Plan",
     "PreparedCommit",
+    "Rank",
+    "RankBudgetError",
+    "RankedPlan",
     "RemapListener",
     "Startup",
     "StartupReport",
     "State",
     "StateError",
     "TensorSpec",
+    "Term",
     "UnsupportedError",
     "VmmError",
     "open_device",
     "parse_bytes",
+    "plan_ranks",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("vmm-kv")
+        try:
+            return version("vmm-kv")
+        except PackageNotFoundError:  # a source tree on the path
+            return "0+unknown"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -9,7 +9,8 @@ layout: what a block costs comes in as two callables. The same inputs give the s
     kv_bytes = min(share, room)
     blocks   = min(capacity, blocks_within(kv_bytes))
 
-Only `other` and the transient are clamped, and the raw figures stand next to them in the plan.
+Only `other` and the transient are clamped, and the raw figures stand next to them in the plan. `vmm_kv.rank_plan` plans
+several ranks, groups and requests from declared terms, before anything is measured.
 """
 
 from __future__ import annotations
@@ -342,9 +343,20 @@ def _advice(found: Plan) -> tuple[float | None, tuple[str, ...]]:
         return None, (f"addresses bind: reserve more than {found.capacity} blocks, {left} are left",)
     if found.request.utilization is None:
         return None, (f"the explicit request binds: up to {exactly(found.room)} would fit",)
-    most = min(Fraction(1), Fraction(found.room - found.share + found.requested, found.terms.total))
-    captures = max(0, found.terms.footprint or 0)
-    keep = Fraction(repr(float(found.request.utilization))) + Fraction(captures, found.terms.total)
+    room = found.room - found.share + found.requested
+    return utilization_advice(found.request.utilization, found.terms.total, room, found.terms.footprint or 0)
+
+
+def utilization_advice(
+    utilization: float, total: int, room: int, captures: int
+) -> tuple[float | None, tuple[str, ...]]:
+    """Where utilization binds: the one at which captures cost no KV, if memory allows it, and what to say.
+
+    `room`: bytes of the device that this process could take in all. `captures`: bytes that they keep, raw.
+    """
+    most = min(Fraction(1), Fraction(room, total))
+    captures = max(0, captures)
+    keep = Fraction(repr(float(utilization))) + Fraction(captures, total)
     binds = "utilization binds"
     if most < 1:
         binds += f"; above {math.floor(most * 10000) / 10000:.4f} free memory would"

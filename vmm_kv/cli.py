@@ -7,24 +7,29 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import vmm_kv
 from vmm_kv.errors import VmmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Exit status 0; 1 where the demo leaves something unproved or cannot run, or where not even
-    the host device works for the doctor; 2 for misuse."""
-    options = _parser().parse_args(argv)
+    """Runs one subcommand. Exit status 0; 1 where the demo leaves something unproved or cannot run, where not even the
+    host device works for the doctor, or where a plan does not fit; 2 for misuse."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    options = _parser(given).parse_args(given)
+    commands = {"demo": _demo, "doctor": _doctor, "plan": _plan, "bench": _bench}
     try:
-        return _doctor(options) if options.command == "doctor" else _demo(options)
+        return commands[options.command](options)
     except (VmmError, ValueError, OSError) as error:
         print(f"vmm-kv {options.command}: {error}", file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """With the options of `plan` and `bench` only where one of them is asked for: their modules are not needed else."""
     parser = argparse.ArgumentParser(prog="vmm-kv", description="Reserve-then-map KV cache memory.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {vmm_kv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -44,7 +49,36 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what can be used on this machine, why the rest cannot, and what to do about it"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    plan = commands.add_parser(
+        "plan", help="what a model's KV cache takes and how much of it fits, from its config.json"
+    )
+    bench = commands.add_parser("bench", help="run every way to size the KV cache side by side on the same engine")
+    if given[:1] == ["plan"]:
+        from vmm_kv import plan_command
+
+        plan_command.configure(plan)
+    elif given[:1] == ["bench"]:
+        try:
+            _bench_command().configure(bench)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("vmm_kv.bench"):
+                raise
+            bench.error("this installation has no benchmarks")
     return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from vmm_kv import plan_command
+
+    return plan_command.run(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    return int(_bench_command().run(options))
+
+
+def _bench_command() -> Any:
+    return import_module("vmm_kv.bench.command")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,9 +17,9 @@ from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import UnsupportedError
 from vmm_kv.holdings import empty_graveyard
 from vmm_kv.host import HostFramework
-from vmm_kv.layout import ADDRESS_SPACE
 from vmm_kv.measure import FrameworkMemory, MemoryReading, read_memory
 from vmm_kv.memory_source import DeviceMemory, resolve
+from vmm_kv.sizes import parse_bytes
 from vmm_kv.system_files import gpu_figures, half_of_memory, host_figures
 from vmm_kv.torch_gpu import TorchFramework, match_device, torch_devices
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _GRANULE = 2 << 20
 _NAMES = "'auto', 'host[:size]', 'cuda[:index]' or 'hip[:index]', for example 'host:2GiB' or 'cuda:0'"
 
@@ -177,20 +175,6 @@ def open_host(budget: int, *, granule: int = _GRANULE) -> Device:
     driver = HostDriver(DeviceModel([budget], granule))
     log.info("opened %s with a budget of %d bytes", driver.name, budget)
     return Device(driver, torch.device("cpu"), HostFramework(driver.model, driver.index))
-
-
-def parse_bytes(text: str) -> int:
-    """`"2GiB"`, `"512MiB"`, `"1073741824"` as a number of bytes. Binary units only.
-
-    Raises `ValueError` for what is no size, and for one below a byte or above what a process can address.
-    """
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2] not in _UNITS:
-        raise ValueError(f"{text[:50]!r} is not a size: a number with B, KiB, MiB, GiB or TiB, for example 2GiB")
-    size = float(match[1]) * _UNITS[match[2]] if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    if not 1 <= size <= ADDRESS_SPACE:
-        raise ValueError(f"{text!r} is not a size: it must be at least one byte and at most {ADDRESS_SPACE >> 40}TiB")
-    return int(size)
 
 
 def _open_auto(handle_types: Sequence[str]) -> Device:

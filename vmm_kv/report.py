@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from vmm_kv.budget import Plan, readable
+from vmm_kv.decode import decode
+from vmm_kv.fingerprint import Facts, Fingerprint
 from vmm_kv.measure import Footprint, MemoryReading
+
+_FORMAT, _VERSION = "vmm_kv start-up report", 1
 
 
 @dataclass(frozen=True)
@@ -19,10 +25,26 @@ class CommitTry:
 
 
 @dataclass(frozen=True)
+class CacheRecord:
+    """One cache as it was reserved: what a later start has to do alike to come to the same addresses."""
+
+    capacity: int
+    """Blocks that there are addresses for."""
+    reserved_bytes: int
+    unit: int
+    """Bytes that mapped memory is rounded outward to."""
+    tensors: Facts
+    """Each tensor's shape, dtype and place, as text."""
+
+
+@dataclass(frozen=True)
 class StartupReport:
     """The result of `Startup.commit`. Bytes and seconds unless said otherwise; what is negative is shown so."""
 
     device: str
+    fingerprint: Fingerprint
+    """What the size depends on."""
+    caches: tuple[CacheRecord, ...]
     backing: str
     """`"prefix"`, `"alias"`, or `"none"` for a cache committed from its bare reservation."""
     plan: Plan
@@ -72,6 +94,44 @@ class StartupReport:
         """`to_dict` as JSON text, indented."""
         return json.dumps(self.to_dict(), indent=2)
 
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON that `load` reads, for `Startup(pinned=...)`. Whoever reads meanwhile sees old or new."""
+        path = Path(path)
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, "report": asdict(self)}, indent=2, allow_nan=False)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StartupReport:
+        """What `save` wrote, equal to what it was.
+
+        Raises `OSError` if it cannot be read, `ValueError` that says what is wrong with it: no JSON, not a start-up
+        report, of a version that this one does not read, or a field that is missing or makes no sense.
+        """
+        try:
+            return cls._from_saved(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number))
+        except RecursionError:
+            raise ValueError(f"{path}: nested too deeply for a start-up report") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: no JSON, perhaps cut short: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_saved(cls, data: object) -> StartupReport:
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError("not a saved start-up report, which StartupReport.save writes")
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"a start-up report of version {data.get('version')!r}, this vmm_kv reads version {_VERSION}: "
+                "start without the pin once, and save that report"
+            )
+        return decode(cls, data.get("report"), "report")
+
     def table(self) -> str:
         """For people: phases, every term of the sizing, and the counts, as plain text."""
         plan = self.plan
@@ -95,3 +155,7 @@ class StartupReport:
             *(f"advice: {line}" for line in plan.advice),
         ]
         return "\n".join(lines)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} stands where a number is expected")

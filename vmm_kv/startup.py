@@ -14,8 +14,10 @@ from vmm_kv.cache import KVCache
 from vmm_kv.capture import capture_in_progress
 from vmm_kv.device import Device
 from vmm_kv.errors import LayoutError, OutOfPhysicalMemory, StateError
+from vmm_kv.fingerprint import Fingerprint
 from vmm_kv.layout import TensorSpec, most_blocks
 from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_readings, step_peak
+from vmm_kv.pin import Pin, record
 from vmm_kv.report import CommitTry, StartupReport
 from vmm_kv.request import Request
 from vmm_kv.state import State
@@ -45,6 +47,8 @@ class Startup:
         headroom: Mapping[str, int] | None = None,
         min_blocks: int = 1,
         first: MemoryReading | None = None,
+        fingerprint: Fingerprint | None = None,
+        pinned: StartupReport | None = None,
     ) -> None:
         """Takes the first reading, or the engine's own from before its communicators and libraries came up.
 
@@ -52,13 +56,19 @@ class Startup:
         kv_bytes: upper bound on the KV cache alone. blocks: an exact count. At most one of the three.
         headroom: named items to leave free, in bytes; the transient of the worst step is measured and comes on top.
         min_blocks: what one longest request needs, at least 1. Fewer is an error that itemises where the memory went.
+        fingerprint: what the size depends on, for later starts; the device and versions alone if not given.
+        pinned: the report of an earlier start, whose block count and reservation this one reproduces, in place of the
+            three. Its headroom and transient hold where none are given or measured. Raises `PinError` with what differs
+            where fingerprint, caches or memory do not fit.
         """
         _check_device(device)
-        if utilization is None and kv_bytes is None and blocks is None:
-            utilization = 0.9
         self.device = device
-        self.request = Request(utilization=utilization, kv_bytes=kv_bytes, blocks=blocks)
-        self.headroom = _headroom({} if headroom is None else headroom)
+        self.fingerprint = Fingerprint.of(device) if fingerprint is None else fingerprint
+        self._pin = None if pinned is None else Pin(pinned)
+        self.request = _request(utilization, kv_bytes, blocks, self._pin)
+        if headroom is None:
+            headroom = self._pin.headroom if self._pin else {}
+        self.headroom = _headroom(headroom)
         self.min_blocks = _min_blocks(min_blocks, self.request)
         self.caches: list[KVCache] = []
         self.phases: dict[str, float] = {}
@@ -69,7 +79,11 @@ class Startup:
         self._profile_blocks = 0
         self._calls = dict(device.driver.calls())
         self._captures = device.captures
+        if self._pin:
+            self._pin.check_fingerprint(self.fingerprint)
         self.readings = [first or device.reading("start")]
+        if self._pin:
+            self._pin.check_free(self.readings[0], self.headroom)
 
     @contextmanager
     def load(self) -> Iterator[None]:
@@ -82,7 +96,8 @@ class Startup:
         """Reserves a cache for the specs and adds it. `options` are those of `KVCache.reserve`.
 
         capacity: blocks; None for an upper bound worked out from what is free now, as if nothing but the cache were to
-        come: addresses are no memory. Raises `BudgetError` where that bound holds fewer than `min_blocks`.
+        come (addresses are no memory), or what the pinned start-up had. Raises `BudgetError` where that bound holds
+        fewer than `min_blocks`.
         """
         with self._timed("reserve"):
             blocks = self._upper_bound(specs) if capacity is None else capacity
@@ -147,6 +162,9 @@ class Startup:
         again = self.report is not None or self._usable() > 0
         if not again:
             self._profile_blocks = min(cache.backed for cache in caches)
+        if self._pin and not again:
+            prefixes = [cache.backed for cache in caches if cache.mapped_bytes]
+            self._pin.check_caches([record(cache) for cache in caches], max(prefixes, default=0))
         plan = self._plan()
         if again and plan.status == "over_budget":
             raise BudgetError(f"the caches hold more than the budget allows now\n{plan}", plan)
@@ -188,6 +206,14 @@ class Startup:
                 step.discard()
 
     def _plan(self) -> Plan:
+        try:
+            return self._sized()
+        except BudgetError as error:
+            if self._pin:
+                raise self._pin.refused(error) from error
+            raise
+
+    def _sized(self) -> Plan:
         """Reads what is there now and sizes. The reading takes the place of an earlier one of its kind."""
         if len(self.readings) > 1 and self.readings[-1].label in ("sized", "committed"):
             self.readings.pop()
@@ -200,13 +226,19 @@ class Startup:
             cost=self._cost,
             blocks_within=self._blocks_within,
             peak_of_step=None if self._transient is None else self.readings[-1].reserved + self._transient,
-            headroom=self.headroom,
+            headroom=self._named_headroom(),
             context=self.device.context_bytes,
             in_place=sum(_kept(cache) for cache in self.caches),
             backed=min(cache.backed for cache in self.caches) if mapped else 0,
             captures=self.footprints,
             min_blocks=self.min_blocks,
         )
+
+    def _named_headroom(self) -> Mapping[str, int]:
+        """The named items; of a pinned start-up, what its worst step took, where none was measured here."""
+        if self._pin is None or self._pin.transient is None or self._transient is not None:
+            return self.headroom
+        return {"transient": self._pin.transient, **self.headroom}
 
     def _cost(self, blocks: int) -> int:
         return sum(_held(cache, blocks) for cache in self.caches)
@@ -215,6 +247,8 @@ class Startup:
         return most_blocks(self._cost, budget, min(cache.capacity for cache in self.caches))
 
     def _upper_bound(self, specs: Sequence[TensorSpec]) -> int:
+        if self._pin:
+            return self._pin.capacity(len(self.caches))
         if self.request.blocks is not None:
             return self.request.blocks
         if not specs:
@@ -269,6 +303,8 @@ class Startup:
         calls = {name: count - self._calls.get(name, 0) for name, count in self.device.driver.calls().items()}
         return StartupReport(
             device=self.device.name,
+            fingerprint=self.fingerprint,
+            caches=tuple(record(cache) for cache in self.caches),
             backing=self._backing,
             plan=plan,
             planned_blocks=tries[0].blocks,
@@ -289,6 +325,15 @@ class Startup:
 def _check_device(device: object) -> None:
     if not isinstance(device, Device):
         raise TypeError(f"Startup takes a Device, which open_device(name) gives; got {device!r}")
+
+
+def _request(utilization: float | None, kv_bytes: int | None, blocks: int | None, pin: Pin | None) -> Request:
+    asked = [size for size in (utilization, kv_bytes, blocks) if size is not None]
+    if pin is None:
+        return Request(0.9 if not asked else utilization, kv_bytes, blocks)
+    if asked:
+        raise ValueError("pinned reproduces a size: give it, or one of utilization, kv_bytes and blocks, not both")
+    return pin.request
 
 
 def _whole(name: str, number: object) -> int:

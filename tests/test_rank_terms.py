@@ -1,0 +1,40 @@
+"""Devices and the terms on them."""
+
+from __future__ import annotations
+
+import pytest
+
+from vmm_kv.rank_terms import Rank, Term, TermKind
+
+
+def test_two_terms_of_one_name() -> None:
+    with pytest.raises(ValueError, match="one name: a, a"):
+        Rank(10, (Term("a", 1), Term("a", 2)))
+
+
+def test_only_what_comes_and_goes_takes_turns() -> None:
+    with pytest.raises(ValueError, match="what is permanent takes no turns"):
+        Term("weights", 1, turn="target")
+
+
+@pytest.mark.parametrize(("kind", "held"), [("permanent", 3), ("transient", 17), ("startup", 0), ("margin", 4)])
+def test_held(kind: TermKind, held: int) -> None:
+    """Target and draft run one after the other: the larger turn counts, beside what is always there."""
+    terms = (
+        Term("weights", 3),
+        Term("negative", -9),
+        Term("sampler", 9, "transient"),
+        Term("target", 5, "transient", turn="target"),
+        Term("canary", 3, "transient", turn="target"),
+        Term("draft", 7, "transient", turn="draft"),
+        Term("margin", 4, "margin"),
+    )
+    assert Rank(100, terms).held(kind) == held
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "good"), [(10, None, True), (10, 10, True), (10, 11, False), (0, 0, False), (10, -1, False)]
+)
+def test_consistent(total: int, free: int | None, good: bool) -> None:
+    """C42: never a budget from a pair with more free than there is."""
+    assert Rank(total, free=free).consistent is good
