@@ -1,4 +1,4 @@
-"""What groups of layers cost and hold: pools, windows, states, drafts. Layout cases of `cases.md`, the arithmetic ones."""
+"""What groups of layers cost and hold: pools, windows, states, drafts. The arithmetic layout cases of `cases.md`."""
 
 from __future__ import annotations
 
