@@ -1,38 +1,38 @@
-"""Every kind of layout on the host device: each block's bytes are where the engine's own indexing looks for them."""
+"""Every kind of layout in every set-up: each block's bytes are where the engine's own indexing looks for them."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
+from setups import SETUPS, G, OpenedDevice, opened
 from test_layout import LAYOUTS
 
-from vmm_kv._native import DeviceModel
 from vmm_kv.cache import KVCache
-from vmm_kv.device import open_host
-from vmm_kv.driver.host import HostDriver
 from vmm_kv.layout import Placement
-from vmm_kv.spans import covers, difference, union
+from vmm_kv.spans import Spans, covers, difference, union
 
-G = 4096
 CAPACITY = 150
 COUNTS = (1, 2, 37, 99, CAPACITY)
 
 
+@pytest.fixture(params=SETUPS)
+def device(request: pytest.FixtureRequest) -> Iterator[OpenedDevice]:
+    with opened(request.param, 4096 * G) as device:
+        yield device
+
+
 @pytest.fixture(params=sorted(LAYOUTS))
-def cache(request: pytest.FixtureRequest) -> KVCache:
-    device = open_host(4096 * G, granule=G)
-    assert isinstance(device.driver, HostDriver)
-    device.driver.model.poison = True
-    return KVCache(device, LAYOUTS[request.param](CAPACITY))
+def cache(device: OpenedDevice, request: pytest.FixtureRequest) -> Iterator[KVCache]:
+    with KVCache(device, LAYOUTS[request.param](CAPACITY)) as cache:
+        yield cache
 
 
-def model(cache: KVCache) -> DeviceModel:
-    driver = cache.device.driver
-    assert isinstance(driver, HostDriver)
-    return driver.model
+def mapped(device: OpenedDevice, cache: KVCache) -> Spans:
+    return union((a - cache.base, a - cache.base + size) for a, size in device.model.mapped())
 
 
 def ends(tensor: torch.Tensor) -> tuple[int, int]:
@@ -71,18 +71,23 @@ def test_each_end_of_each_block_is_where_the_engine_looks(cache: KVCache) -> Non
                 assert covers(within[block + 1], (segment.block(block),))
 
 
-def test_a_commit_maps_exactly_the_granules_that_the_blocks_need(cache: KVCache) -> None:
+def test_a_commit_maps_exactly_the_granules_that_the_blocks_need(device: OpenedDevice, cache: KVCache) -> None:
+    """With uniform chunks (B1, B4) the unit is the chunk, and what a shrink unmaps stays with the cache (B4)."""
     layout = cache.layout
     for count in COUNTS:
         cost = cache.cost(count)
         assert cache.commit(count) == count
-        mapped = union((a - cache.base, a - cache.base + size) for a, size in model(cache).mapped())
-        assert mapped == layout.granules(count, G)
-        assert cost == cache.mapped_bytes == cache.physical_bytes == model(cache).used(0)
+        assert mapped(device, cache) == layout.granules(count, cache.unit)
+        assert cost == cache.mapped_bytes == cache.physical_bytes == device.model.used(0)
         assert count <= cache.backed <= CAPACITY
-    cache.shrink(COUNTS[1])
-    mapped = union((a - cache.base, a - cache.base + size) for a, size in model(cache).mapped())
-    assert covers(mapped, layout.granules(COUNTS[1], G))
+    held = cache.physical_bytes
+    returned = cache.shrink(COUNTS[1])
+    assert covers(mapped(device, cache), layout.granules(COUNTS[1], cache.unit))
+    assert (returned, cache.physical_bytes) == (held - device.model.used(0), device.model.used(0))
+    if device.driver.quirks.memory_with_addresses:
+        assert (returned, cache.spare_bytes) == (0, held - cache.mapped_bytes)
+    else:
+        assert (returned, cache.spare_bytes) == (held - cache.mapped_bytes, 0)
 
 
 def test_what_the_engine_writes_to_one_block_stays_when_others_come_and_go(cache: KVCache) -> None:
