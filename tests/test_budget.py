@@ -96,6 +96,13 @@ def test_request_is_exactly_one_valid_thing(wrong: dict[str, Any]) -> None:
         Request(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"kv_bytes": "1GiB"}, {"blocks": 2.5}, {"utilization": "most"}])
+def test_a_request_of_the_wrong_kind_is_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(TypeError, match=f"{name} must be a"):
+        Request(**wrong)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"reserved": -1}, {"context": -1}, {"headroom": (("safety", -1),)}, {"in_place": 1}, {"backed": -1}],

@@ -458,6 +458,48 @@ def test_a_listener_that_refuses_an_unmap_stops_it(device: Device, operation: st
     OPERATIONS[operation](cache)
 
 
+def test_a_listener_that_was_removed_hears_no_more(device: Device) -> None:
+    log: list[Any] = []
+    cache = committed(device)
+    refusing, other = Recorder(log, "A", before=fail(RuntimeError("gone"))), Recorder(log, "B")
+    cache.add_listener(refusing)
+    cache.add_listener(other)
+    with pytest.raises(RuntimeError, match="gone"):
+        cache.shrink(0)
+    cache.remove_listener(refusing)
+    log.clear()
+    cache.shrink(0)
+    assert [kind for kind, _, _ in log] == ["beforeB"]
+    with pytest.raises(ValueError, match="is no listener of this cache"):
+        cache.remove_listener(refusing)
+
+
+def test_a_listener_is_an_instance(device: Device) -> None:
+    with pytest.raises(TypeError, match="is a class"):
+        make(device).add_listener(Recorder)  # type: ignore[arg-type]
+
+
+def test_a_close_that_only_a_live_tensor_holds_up_says_so(device: Device) -> None:
+    cache = committed(device)
+    view = next(iter(cache.tensors.values()))
+    cache.add_listener(Recorder([], before=fail(RuntimeError("busy"))))
+    with pytest.raises(VmmError, match=r"gave all memory back \(the addresses follow with the last tensor\), but busy"):
+        cache.close()
+    cache.close()
+    del view
+
+
+@pytest.mark.parametrize("wrong", [2.0, "4", None])
+def test_a_count_is_a_whole_number(device: Device, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="commit takes a whole number of blocks, got"):
+        make(device).commit(wrong)
+
+
+def test_one_spec_is_no_sequence_of_specs(device: Device) -> None:
+    with pytest.raises(TypeError, match=r"such as \[spec\]"):
+        KVCache.reserve(device, TensorSpec("kv", (None, 64), torch.uint8), 4)  # type: ignore[arg-type]
+
+
 def test_listeners_that_fail_after_a_map_are_collected(device: Device) -> None:
     log: list[Any] = []
     cache = make(device)

@@ -18,3 +18,11 @@ def test_the_example_runs_and_prints_where_the_memory_went(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("utilization", "sampler", "transient", "blocks"):
         assert word in done.stdout, done.stdout
+
+
+def test_the_example_makes_every_tensor_on_the_device() -> None:
+    """On a GPU torch makes tensors on the CPU unless told otherwise."""
+    (example,) = EXAMPLE
+    made = re.findall(r"torch\.(?:randn|ones|zeros|empty|tensor)\(.*", example)
+    assert len(made) == 3
+    assert all("device=device.torch_device" in call for call in made), made

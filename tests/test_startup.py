@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -355,6 +356,24 @@ def test_a_second_commit_after_a_late_consumer_came_raises_with_the_excess(devic
     assert engine.startup.report is first
     del late
     assert engine.commit().blocks == first.blocks
+
+
+def test_the_excess_comes_with_how_far_to_shrink(device: Device) -> None:
+    """Whole chunks stay mapped, so the count at which a commit succeeds may be below the one that was planned."""
+    engine = boot(device, capacity=TOTAL // BLOCK)
+    first = engine.commit()
+    (cache,) = engine.caches
+    cache.commit(first.blocks + 900)  # beyond the share: nobody but the device's memory stops that
+    with pytest.raises(BudgetError, match=r"shrink to at most (\d+) blocks first") as caught:
+        engine.commit()
+    (fits,) = map(int, re.findall(r"shrink to at most (\d+) blocks", str(caught.value)))
+    assert 0 < fits <= first.blocks
+    assert f"{cache.blocks} blocks are backed and stay" in str(caught.value)
+    cache.shrink(fits + 1)
+    with pytest.raises(BudgetError, match="hold more than the budget allows"):
+        engine.commit()
+    cache.shrink(fits)
+    assert engine.commit().blocks >= fits
 
 
 def test_a_late_consumer_that_is_known_before_the_commit_is_taken_off_the_cache(device: Device) -> None:

@@ -124,7 +124,8 @@ class Plan:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"{self.blocks} blocks granted, {self.planned} planned ({self.status}, bound by {self.bound_by})"
+        granted = "are backed and stay" if self.status == "over_budget" else "granted"
+        head = f"{self.blocks} blocks {granted}, {self.planned} planned ({self.status}, bound by {self.bound_by})"
         lines = [f"  {name:<28} {exactly(size)}" for name, size in self.itemised()]
         return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
 

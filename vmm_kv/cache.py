@@ -29,7 +29,7 @@ from vmm_kv.pages import Chunk, Reservation
 from vmm_kv.prefix import map_prefix
 from vmm_kv.prepared import PreparedCommit
 from vmm_kv.returned import ReturnedMemory
-from vmm_kv.spans import Spans, difference, touches, union
+from vmm_kv.spans import Spans, difference, union
 from vmm_kv.state import State
 from vmm_kv.tensors import byte_tensor, placed_view
 from vmm_kv.zeroing import zeroed_layout
@@ -99,6 +99,8 @@ class KVCache(Figures):
         lays block after block, with the bytes of all tensors side by side in each.
         Raises `LayoutError`, `ValueError`, `OutOfAddressSpace`.
         """
+        if isinstance(specs, TensorSpec):
+            raise TypeError(f"specs is a sequence of them, such as [spec]; got {specs!r}")
         if outermost == "tensor":
             layout = Layout.tensor_outermost(specs, capacity, alignment=device.driver.granule)
         elif outermost == "block":
@@ -110,6 +112,12 @@ class KVCache(Figures):
     def add_listener(self, listener: RemapListener) -> None:
         """Tells `listener` of every later change of pages, after those added before it."""
         self._listeners.add(listener)
+
+    def remove_listener(self, listener: RemapListener) -> None:
+        """Tells `listener` no more: one whose `before_unmap` always raises stops every shrink. `ValueError` for one
+        that was not added.
+        """
+        self._listeners.remove(listener)
 
     # Operations.
 
@@ -190,8 +198,7 @@ class KVCache(Figures):
             blocks = _count("shrink", blocks, 0, before)
             if blocks == before:
                 return 0
-            keep = self.layout.granules(blocks, self.unit)
-            doomed = [m for m in self._backing.mappings() if not touches(self._backing.span(m), keep)]
+            doomed = self._beyond(blocks)
             returned = ReturnedMemory(self.device.driver, self._holdings)
             self._blocks = blocks  # invariant 4: lowered first
             try:
@@ -226,7 +233,7 @@ class KVCache(Figures):
                 self._backing.forget()
                 self._state, self._blocks = State.CLOSED, 0
             if errors:
-                done = "is complete, but" if self._holdings.empty else "is not complete, close again:"
+                done = self._how_far_closed()
                 what = "; ".join(str(error) or repr(error) for error in errors)
                 raise VmmError(f"close on {self.device.driver.name} {done} {what}") from errors[0]
 
@@ -291,6 +298,14 @@ class KVCache(Figures):
             bury(self._holdings)  # at most the addresses are left, under somebody's tensor
         return errors
 
+    def _how_far_closed(self) -> str:
+        left = self._holdings
+        if left.empty:
+            return "is complete, but"
+        if left.mappings or left.chunks or not (left.reservation and left.reservation.in_use):
+            return "is not complete, close again:"
+        return "gave all memory back (the addresses follow with the last tensor), but"
+
     def _around_unmap(self, operation: str, going: Spans) -> AbstractContextManager[None]:
         return self._listeners.around_unmap(operation, self._backing.absolute(going), lambda: self.generation)
 
@@ -342,7 +357,10 @@ class KVCache(Figures):
 
 def _count(operation: str, blocks: int, least: int, most: int) -> int:
     """The number as a plain int, or a `ValueError` that names the bounds. Nothing is clamped (invariant 10)."""
-    number = operator.index(blocks)
+    try:
+        number = operator.index(blocks)
+    except TypeError:
+        raise TypeError(f"{operation} takes a whole number of blocks, got {blocks!r}") from None
     if not least <= number <= most:
         raise ValueError(f"{operation} of {number} blocks: it must be {least} to {most}")
     return number

@@ -96,7 +96,10 @@ class Device:
         return self._framework.context_bytes
 
     def active(self) -> AbstractContextManager[None]:
-        """Torch operations inside run on the device; on the CPU, what they allocate is charged to its budget."""
+        """The device is torch's current one inside; on the CPU, what operations allocate is charged to its budget.
+
+        On a GPU torch still makes tensors on the CPU unless told otherwise: `device=device.torch_device`.
+        """
         return self._framework.active()
 
     def reading(self, label: str, kv_bytes: int = 0) -> MemoryReading:

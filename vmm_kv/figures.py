@@ -7,13 +7,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vmm_kv import layout as layouts
+from vmm_kv import pages
 from vmm_kv.backing import Backing
 from vmm_kv.errors import StateError
 from vmm_kv.holdings import Holdings
 from vmm_kv.layout import Layout
 from vmm_kv.listeners import Listeners
 from vmm_kv.segments import SegmentRow, segment_rows
-from vmm_kv.spans import length
+from vmm_kv.spans import length, touches
 from vmm_kv.state import State
 
 if TYPE_CHECKING:
@@ -130,6 +131,16 @@ class Figures:
     def blocks_within(self, budget: int) -> int:
         """The most blocks whose `cost` is at most `budget` bytes; 0 if there are none."""
         return layouts.blocks_within(self.layout, budget, self.unit, self._backing.mapped)
+
+    def mapped_after_shrink(self, blocks: int) -> int:
+        """Bytes that stay mapped after a shrink to `blocks`: at least their `cost`, since whole chunks stay."""
+        gone = sum(mapping.chunk.size for mapping in self._beyond(blocks))
+        return sum(mapping.chunk.size for mapping in self._backing.mappings()) - gone
+
+    def _beyond(self, blocks: int) -> list[pages.Mapping]:
+        """The mappings that hold nothing of the first `blocks` blocks."""
+        keep = self.layout.granules(blocks, self.unit)
+        return [m for m in self._backing.mappings() if not touches(self._backing.span(m), keep)]
 
     def segment_table(self) -> tuple[SegmentRow, ...]:
         """One row for each segment, in the order of the layout."""

@@ -41,10 +41,18 @@ class Listeners:
         """What was raised after the last map."""
 
     def add(self, listener: RemapListener) -> None:
+        if isinstance(listener, type):
+            raise TypeError(f"{listener!r} is a class: a remap listener is an instance of it")
         for method in ("before_unmap", "after_map"):
             if not callable(getattr(listener, method, None)):
                 raise TypeError(f"{listener!r} is no remap listener: it has no method {method}")
         self._listeners = (*self._listeners, listener)
+
+    def remove(self, listener: RemapListener) -> None:
+        left = tuple(other for other in self._listeners if other is not listener)
+        if len(left) == len(self._listeners):
+            raise ValueError(f"{listener!r} is no listener of this cache")
+        self._listeners = left
 
     def _foreign_code(self, operation: str, call: Callable[[], T]) -> T:
         """The gate's callbacks, where there is anybody to call: else other threads simply wait."""

@@ -23,7 +23,11 @@ class Request:
             raise ValueError(f"give exactly one of utilization, kv_bytes, blocks; got {', '.join(given) or 'none'}")
         (name,) = given
         asked = getattr(self, name)
-        number = float(asked) if name == "utilization" else operator.index(asked)
+        try:
+            number = float(asked) if name == "utilization" else operator.index(asked)
+        except (TypeError, ValueError):
+            what = "a number above 0, at most 1" if name == "utilization" else "a whole number"
+            raise TypeError(f"{name} must be {what}, got {asked!r}") from None
         object.__setattr__(self, name, number)
         if name == "utilization" and not 0 < number <= 1:
             raise ValueError(f"utilization must be above 0 and at most 1, got {asked}")

@@ -33,8 +33,8 @@ class Startup:
     """Sizes one KV cache, or several that share one budget and one block count.
 
     The order is `Startup` (takes the first reading, before weights) -> `load` -> `reserve` -> `back` -> `profile` ->
-    `capture` -> `worst_step` -> `commit`. Phases that an engine does not have are left out; torch operations inside a
-    phase run on the device.
+    `capture` -> `worst_step` -> `commit`. Phases that an engine does not have are left out. Inside a phase the device
+    is torch's current one; tensors are made there with `device=device.torch_device`.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Startup:
     def reserve(self, specs: Sequence[TensorSpec], capacity: int | None = None, **options: Any) -> KVCache:
         """Reserves a cache for the specs and adds it. `options` are those of `KVCache.reserve`.
 
-        capacity: blocks; None for an upper bound worked out from what is free now, as if nothing but the cache were to
-        come (addresses are no memory), or what the pinned start-up had. Raises `BudgetError` where that bound holds
-        fewer than `min_blocks`.
+        capacity: blocks; None for an upper bound worked out from the request and what is free now, as if nothing but
+        the cache were to come (addresses are no memory), or what the pinned start-up had. Raises `BudgetError` where
+        that bound holds fewer than `min_blocks`.
         """
         with self._timed("reserve"):
             blocks = self._upper_bound(specs) if capacity is None else capacity
@@ -167,7 +167,7 @@ class Startup:
             self._pin.check_caches([record(cache) for cache in caches], max(prefixes, default=0))
         plan = self._plan()
         if again and plan.status == "over_budget":
-            raise BudgetError(f"the caches hold more than the budget allows now\n{plan}", plan)
+            raise BudgetError(f"the caches hold more than the budget allows now: {self._way_out(plan)}\n{plan}", plan)
         with self._timed("commit"):
             plan, tries = self._commit_in_tries(plan)
         after = self.device.reading("committed", self._kv_bytes())
@@ -233,6 +233,17 @@ class Startup:
             captures=self.footprints,
             min_blocks=self.min_blocks,
         )
+
+    def _way_out(self, plan: Plan) -> str:
+        """How far to shrink before a commit can succeed. Whole chunks stay mapped, so fewer blocks than would fit."""
+        if self.device.driver.quirks.memory_with_addresses:
+            return "shrink(0) every cache, since memory returns only with its addresses here, and commit again"
+
+        def left(blocks: int) -> int:
+            return sum(cache.mapped_after_shrink(min(blocks, cache.blocks)) for cache in self.caches)
+
+        fits = most_blocks(left, plan.kv_bytes, self._usable())
+        return f"shrink to at most {fits} blocks first, or give memory back elsewhere"
 
     def _named_headroom(self) -> Mapping[str, int]:
         """The named items; of a pinned start-up, what its worst step took, where none was measured here."""

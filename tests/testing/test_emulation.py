@@ -189,6 +189,7 @@ def test_a_fault_that_cannot_be(load: Load, name: str, nth: int, code: int) -> N
         load().fail(name, nth, code)
 
 
+@pytest.mark.emulated
 def test_a_sealed_library_ends_the_process() -> None:
     script = f"""
 import sys
