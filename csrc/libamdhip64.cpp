@@ -192,6 +192,7 @@ constexpr ErrorText kErrors[] = {
     {kOutOfMemory, "hipErrorOutOfMemory", "out of memory"},
     {kNotInitialized, "hipErrorNotInitialized", "initialization error"},
     {kDeinitialized, "hipErrorDeinitialized", "driver shutting down"},
+    {kNoDevices, "hipErrorNoDevice", "no ROCm-capable device is detected"},
     {kInvalidDevice, "hipErrorInvalidDevice", "invalid device ordinal"},
     {kInvalidHandle, "hipErrorInvalidHandle", "invalid resource handle"},
     {kNotSupported, "hipErrorNotSupported", "operation not supported"},

@@ -29,7 +29,7 @@ constexpr ErrorText kErrors[] = {
     {vmm::kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {vmm::emulation::kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
     {vmm::emulation::kDeinitialized, "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
-    {kNoDevice, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {vmm::emulation::kNoDevices, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {vmm::kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {vmm::kOperatingSystem, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},

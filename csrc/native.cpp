@@ -97,6 +97,7 @@ void bind_device_model(nb::module_ &m) {
     bind_switch<&vmm::Switches::access_from_first>(model, "quirk_access_from_first");
     bind_switch<&vmm::Switches::joint_unmap_busy>(model, "quirk_joint_unmap_busy");
     bind_switch<&vmm::Switches::memory_with_addresses>(model, "quirk_memory_with_addresses");
+    bind_switch<&vmm::Switches::single_memset>(model, "quirk_single_memset");
 }
 
 }  // namespace

@@ -36,9 +36,9 @@ G = 4096
 Model = DeviceModel | EmulatedModel
 
 HOST, CUDA, HIP, QUIRKY = "host", "cuda", "hip", "hip quirky"
-SWITCHES = ("access_from_first", "joint_unmap_busy", "memory_with_addresses", "4k_granularity")
-QUIRKS = Quirks(uniform_chunks=True, memory_with_addresses=True, single_unmap=True)
-"""Every departure that the library obeys, from a device that really has it: B1, B2 and B4."""
+SWITCHES = ("access_from_first", "joint_unmap_busy", "memory_with_addresses", "4k_granularity", "single_memset")
+QUIRKS = Quirks(uniform_chunks=True, memory_with_addresses=True, single_unmap=True, single_memset=True)
+"""Every departure that the library obeys, from a device that really has it: B1, B2, B4 and B13."""
 
 _NO_EMULATION = pytest.mark.skipif(
     bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"

@@ -440,7 +440,9 @@ def test_quirks_are_every_bug_that_is_known(kind: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("VMM_KV_TESTING", "quirks")
     device = open_device(f"{kind}:0:64MiB")
     rocm = kind == "hip"
-    assert device.driver.quirks == Quirks(uniform_chunks=rocm, memory_with_addresses=rocm, single_unmap=rocm)
+    assert device.driver.quirks == Quirks(
+        uniform_chunks=rocm, memory_with_addresses=rocm, single_unmap=rocm, single_memset=rocm
+    )
     assert device.driver.granule == 2 * MIB, "B7: this runtime says 4096"
     with KVCache.reserve(device, SPECS, 8, zero=[]) as cache:
         cache.commit(1)

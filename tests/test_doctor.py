@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -161,6 +164,8 @@ def test_a_host_that_cannot_map_does_not_work(bare: None, monkeypatch: pytest.Mo
         ("__version__ = '2.9.1+rocm6.4'\ncuda = None\nhip = '6.4.43482'\n", ("2.9.1+rocm6.4", None, "6.4.43482")),
         ("__version__ = '2.9.1+cu126'\n", ("2.9.1+cu126", "12.6", None)),
         ("__version__ = '2.9.1+rocm6.4'\n", ("2.9.1+rocm6.4", None, "6.4")),
+        ("__version__ = '2.9.1+cu1'\n", ("2.9.1+cu1", "1", None)),
+        ("__version__ = '2.9.1+rocm7'\n", ("2.9.1+rocm7", None, "7")),
         ("", (None, None, None)),
     ],
 )  # fmt: skip
@@ -248,7 +253,7 @@ def test_a_device_without_virtual_memory_management(name: str, monkeypatch: pyte
 
 
 @emulated
-@pytest.mark.parametrize(("version", "quirks"), [(70200000, {"uniform_chunks"}), (71500000, set())])
+@pytest.mark.parametrize(("version", "quirks"), [(70200000, {"uniform_chunks"}), (71500000, {"single_memset"})])
 def test_the_quirks_in_force_follow_the_version(
     version: int, quirks: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +276,61 @@ def test_a_torch_that_does_not_fit_is_a_shortfall(name: str, monkeypatch: pytest
     facts = kind(diagnose(), name)
     assert not facts.usable and len(facts.devices) == 1
     assert "built for the CPU only" in facts.shortfalls[0].what and "download.pytorch.org" in facts.shortfalls[0].todo
+
+
+# What is broken
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("cuda", "cuda/bindings/driver.py"), ("hip", "hip/__init__.py")],
+)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise OSError('libz.so is cut short')", "its import fails: OSError: libz.so is cut short"),
+        ("def (", "its import fails: SyntaxError"),
+        ("class hip: pass", "lacks "),
+    ],
+)
+def test_a_broken_binding_is_a_shortfall(tmp_path: Path, name: str, file: str, text: str, said: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    for folder in path.parent.relative_to(tmp_path).parents[:-1]:
+        (tmp_path / folder / "__init__.py").touch()
+    (path.parent / "__init__.py").touch()
+    path.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, env=environment
+    )
+    assert done.stderr == ""
+    report, facts = done.stdout.splitlines()
+    assert facts == "0 False"
+    found = next(facts for facts in json.loads(report)["kinds"] if facts["kind"] == name)
+    last = found["shortfalls"][-1]
+    assert not found["usable"] and f"installed, but {said}" in last["what"]
+    assert last["todo"].startswith("pip install --force-reinstall ")
+
+
+def test_a_package_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise KeyError("Version")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert kind(diagnose(), "host").usable
+
+
+def test_a_torch_that_cannot_be_read_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_facts(tmp_path) == TorchFacts(None), "a folder"
+    (tmp_path / "version.py").write_bytes(b"\xff\xfe\n__version__ = '2.9.0+cu130'\n")
+    assert torch_facts(tmp_path / "version.py") == TorchFacts("2.9.0+cu130", "13.0")
+
+    def find_spec(name: str) -> None:
+        raise ValueError(f"{name}.__spec__ is None")
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert torch_facts().version == doctor._version("torch")
 
 
 # What is shown

@@ -1,6 +1,8 @@
-"""The bugs of ROCm releases that the device model can imitate, by the number that they have there (B1, B2, B4)."""
+"""The bugs of ROCm releases that the device model can imitate, by the number that they have there (B1, B2, B4, B13)."""
 
 from __future__ import annotations
+
+import ctypes
 
 import pytest
 
@@ -135,3 +137,36 @@ def test_b4_addresses_do_not_remember_the_memory_of_their_predecessor(model: Dev
     assert model.reserve(8 * G, 0, base) == (OK, base)
     assert model.release(handle) == OK
     assert model.used(0) == 0
+
+
+# B13: to a memset a mapping is an object of its own.
+
+
+def test_b13_a_memset_stays_within_one_mapping(model: DeviceModel) -> None:
+    model.poison = True
+    base = reserve(model)
+    for i in range(2):
+        mapped(model, base + i * G)
+    assert grant(model, base, 2 * G) == OK
+    assert model.zero(base, 2 * G, 0) == OK
+    ctypes.memset(base, 1, 2 * G)
+    model.quirk_single_memset = True
+    assert [model.zero(base, 2 * G, 0), model.zero(base + G - 1, 2, 0)] == [INVALID, INVALID]
+    assert ctypes.string_at(base + G - 1, 2) == b"\1\1", "one that is refused has written nothing"
+    assert [model.zero(base, G, 0), model.zero(base + G, G, 0), model.zero(base + 5, G - 5, 0)] == [OK] * 3
+    assert ctypes.string_at(base + G - 1, 2) == bytes(2)
+    assert model.zero(base + 2 * G, G, 0) == INVALID, "nothing is mapped there"
+    assert model.zero(base, 0, 0) == OK
+
+
+# Not a bug of anybody's: what the emulation promises beyond a driver.
+
+
+def test_a_handle_of_one_model_is_none_of_another(model: DeviceModel) -> None:
+    """A stale handle must be an error, and not another model's memory."""
+    handles = [model.create(0, G)[1] for _ in range(3)]
+    other = DeviceModel([16 * G], G)
+    theirs = [other.create(0, G)[1] for _ in range(3)]
+    assert len({*handles, *theirs}) == 6
+    assert [other.release(handle) for handle in handles] == [INVALID] * 3
+    assert (other.used(0), model.used(0)) == (3 * G, 3 * G)

@@ -64,6 +64,8 @@ class DeviceModel:
     """B2, as ROCm before 7: after one unmap of several mappings the reservation cannot be freed any more."""
     quirk_memory_with_addresses: bool
     """B4, as ROCm 6.4 to 7: memory that was mapped returns only when the reservation it was mapped in last is freed."""
+    quirk_single_memset: bool
+    """B13, as ROCm: zero answers invalid value where the range goes beyond the mapping that it begins in."""
     def fail(self, call: str, nth: int, status: int) -> None:
         """Arms one fault: the nth call from now (1 is the next) of primitive `call`, or of any with `"any"`,
         answers `status` and does nothing. Faults add up, each counts for itself and fires once; where several come

@@ -13,7 +13,7 @@ from vmm_kv.driver import Driver, Span
 from vmm_kv.errors import FaultedError, OutOfPhysicalMemory
 from vmm_kv.holdings import Holdings
 from vmm_kv.pages import Chunk, Mapping
-from vmm_kv.spans import Spans, difference, length, union
+from vmm_kv.spans import Spans, cut, difference, length, union
 
 Pieces = list[tuple[int, Chunk]]
 """Chunks with the offsets in the reservation that they are for, in order of offset."""
@@ -127,11 +127,16 @@ class Backing:
                 new.append(self.holdings.map(self.base + offset, chunk))
             self._grant(new)
             if zero:
-                self._driver.zero(self.absolute(zero))
+                self._zero(self.absolute(zero))
         except BaseException as failure:
             self._take_back(new, failure)
             raise
         return new
+
+    def _zero(self, spans: Spans) -> None:
+        """Addresses. They may reach into mappings that were there before."""
+        borders = sorted(self.holdings.mappings) if self._driver.quirks.single_memset else ()
+        self._driver.zero(cut(spans, borders, None))
 
     def _grant(self, mappings: Sequence[Mapping]) -> None:
         """Grants access once for each contiguous run.

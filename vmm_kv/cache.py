@@ -74,9 +74,10 @@ class KVCache(Figures):
             with self._on_device("reserve"):
                 # Whole alias chunks, so that an alias backing can cover every address.
                 reservation = Reservation(driver, -(-layout.nbytes // chunking.alias) * chunking.alias)
-            self._holdings = Holdings(driver, reservation)
-            self._finalizer = weakref.finalize(self, bury, self._holdings)
-            self._finalizer.atexit = False
+                # At once, so that whatever fails from here on leaves the addresses to the graveyard.
+                self._holdings = Holdings(driver, reservation)
+                self._finalizer = weakref.finalize(self, bury, self._holdings)
+                self._finalizer.atexit = False
         self._backing = Backing(driver, self._holdings, chunking, reservation.base, reservation.size)
         whole = byte_tensor(reservation, device.torch_device)
         self._tensors = {p.spec.name: placed_view(whole, p, layout.capacity) for p in layout.placements}
@@ -302,7 +303,8 @@ class KVCache(Figures):
         left = self._holdings
         if left.empty:
             return "is complete, but"
-        if left.mappings or left.chunks or not (left.reservation and left.reservation.in_use):
+        waiting = left.mappings or left.chunks or left.stranded_bytes
+        if waiting or not (left.reservation and left.reservation.in_use):
             return "is not complete, close again:"
         return "gave all memory back (the addresses follow with the last tensor), but"
 

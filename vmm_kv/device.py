@@ -13,6 +13,7 @@ from vmm_kv import emulated, gpu_drivers
 from vmm_kv._native import DeviceModel
 from vmm_kv.capture import capture_in_progress
 from vmm_kv.driver import Driver
+from vmm_kv.driver.handle_types import checked
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import UnsupportedError
 from vmm_kv.holdings import empty_graveyard
@@ -152,6 +153,7 @@ def open_device(name: str = "auto", *, handle_types: Sequence[str] = ("none",)) 
     """
     if not isinstance(name, str):
         raise TypeError(f"open_device takes a name as a str, {_NAMES}; got {name!r}")
+    handle_types = checked(handle_types)
     kind, _, rest = name.partition(":")
     if name == "auto":
         return _open_auto(handle_types)

@@ -12,6 +12,7 @@ from typing import Any
 
 from vmm_kv import gpu_drivers
 from vmm_kv.driver import Driver
+from vmm_kv.driver.binding import BrokenBinding
 from vmm_kv.driver.handle_types import HANDLE_TYPES
 from vmm_kv.errors import VmmError
 from vmm_kv.memory_source import resolve
@@ -23,7 +24,7 @@ _GRANULE = 2 << 20
 
 _VENDORS = {"cuda": "NVIDIA", "hip": "AMD"}
 _BINDINGS = {"cuda": ("cuda-python", "cuda-bindings"), "hip": ("hip-python", "rocm-bindings-hip")}
-_INSTALL = {"cuda": "pip install 'cuda-python>=12.6'", "hip": "pip install 'hip-python>=6.4'"}
+_PACKAGES = {"cuda": "'cuda-python>=12.6'", "hip": "'hip-python>=6.4'"}
 _HAVE_DRIVER = {
     "cuda": "install NVIDIA's display driver, until `nvidia-smi` lists the GPU",
     "hip": "install ROCm, until `rocminfo` lists the GPU; set ROCM_PATH where it is not in /opt/rocm",
@@ -134,28 +135,38 @@ def torch_facts(version_file: Path | None = None) -> TorchFacts:
 
     The package's metadata alone would not do: a CUDA build from PyPI has no local tag there.
     """
-    file = version_file or _torch_version_file()
-    text = file.read_text() if file is not None and file.is_file() else ""
+    text = _text(version_file or _torch_version_file())
     found = dict(re.findall(r"^(\w+)(?:\s*:[^=]+)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
     version = found.get("__version__") or (None if version_file else _version("torch"))
     cuda, hip = found.get("cuda"), found.get("hip") or found.get("rocm")
     local = (version or "").partition("+")[2]
     if not cuda and not hip and (tag := re.fullmatch(r"(cu|rocm)([\d.]+)", local)):
         # Read from the tag where the file is another than expected: cu130 is 13.0.
-        number = tag[2] if "." in tag[2] else f"{tag[2][:-1]}.{tag[2][-1]}"
+        number = tag[2] if "." in tag[2] or len(tag[2]) == 1 else f"{tag[2][:-1]}.{tag[2][-1]}"
         cuda, hip = (number, None) if tag[1] == "cu" else (None, number)
     return TorchFacts(version, cuda, hip)
 
 
+def _text(file: Path | None) -> str:
+    """Empty where there is no such file, or none that can be read."""
+    try:
+        return file.read_text(errors="replace") if file is not None else ""
+    except OSError:
+        return ""
+
+
 def _torch_version_file() -> Path | None:
-    spec = importlib.util.find_spec("torch")  # finds a top-level package without importing it
+    try:
+        spec = importlib.util.find_spec("torch")  # finds a top-level package without importing it
+    except (ImportError, ValueError):  # somebody put a half of it into sys.modules
+        return None
     return Path(spec.origin).parent / "version.py" if spec is not None and spec.origin else None
 
 
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, KeyError):  # none, or one with nothing in it
         return None
 
 
@@ -200,7 +211,9 @@ def _gpu(kind: str, torch: TorchFacts) -> KindFacts:
         count, versions = gpu_drivers.count(kind), gpu_drivers.versions(kind)
     except VmmError as error:
         count = 0
-        todo = _HAVE_DRIVER[kind] if any(packages.values()) else _INSTALL[kind]
+        todo = _HAVE_DRIVER[kind] if any(packages.values()) else f"pip install {_PACKAGES[kind]}"
+        if isinstance(error, BrokenBinding):
+            todo = f"pip install --force-reinstall {_PACKAGES[kind]}"
         shortfalls.append(Shortfall(str(error), todo))
     if not count and not shown:
         shortfalls.insert(0, Shortfall(f"no {_VENDORS[kind]} GPU is visible to this process", _SHOW_GPU[kind]))

@@ -3,6 +3,7 @@
 #include <cerrno>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "core/status.h"
 
@@ -59,6 +60,19 @@ std::uint64_t AddressSpace::reserve_elsewhere(std::uint64_t size, std::uint64_t 
     std::uint64_t second = reserve_aligned(size, alignment);  // while the first still lies at `base`
     free(first, size);
     return second;
+}
+
+std::uint64_t AddressSpace::reserve_askew(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint) {
+    if (hint != 0 && !wraps(hint, size)) {
+        if (std::uint64_t base = reserve_exactly_at(hint, size)) return base;
+    }
+    const std::uint64_t page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+    if (wraps(size, page)) return kNone;
+    const std::uint64_t base = reserve_aligned(size + page, alignment);
+    if (base == kNone) return kNone;
+    if (free(base, page)) return base + page;
+    free(base, size + page);
+    return kNone;
 }
 
 // What gives something back must not fail because the process is out of map areas.

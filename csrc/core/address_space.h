@@ -18,6 +18,9 @@ public:
 
     // Anywhere but at `base`.
     std::uint64_t reserve_elsewhere(std::uint64_t size, std::uint64_t alignment, std::uint64_t base);
+
+    // At the hint or anywhere, but in the latter case one page off the alignment, which is larger than a page.
+    std::uint64_t reserve_askew(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint);
     bool free(std::uint64_t base, std::uint64_t size);
 
     // Puts an extent of a file at reserved addresses, not accessible yet.

@@ -57,6 +57,12 @@ Status DeviceModel::primitive(Call call, Body body) {
     }
 }
 
+std::uint64_t DeviceModel::find_addresses(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint) {
+    if (hint != 0 && switches.ignore_hint) return addresses_.reserve_elsewhere(size, alignment, hint);
+    if (switches.ignore_alignment && granule_ > page_size()) return addresses_.reserve_askew(size, alignment, hint);
+    return addresses_.reserve(size, alignment, hint);
+}
+
 Answer DeviceModel::reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint, std::uint64_t flags) {
     std::uint64_t base = 0;
     Status status = primitive(Call::reserve, [&] {
@@ -64,10 +70,7 @@ Answer DeviceModel::reserve(std::uint64_t size, std::uint64_t alignment, std::ui
         if (alignment != 0 && !is_power_of_two(alignment)) return kInvalidValue;
         if (hint % page_size() != 0) return kInvalidValue;
 
-        alignment = std::max(alignment, granule_);
-        std::uint64_t reserved = hint != 0 && switches.ignore_hint
-                                     ? addresses_.reserve_elsewhere(size, alignment, hint)
-                                     : addresses_.reserve(size, alignment, hint);
+        const std::uint64_t reserved = find_addresses(size, std::max(alignment, granule_), hint);
         if (reserved == AddressSpace::kNone) return kOutOfMemory;
         try {
             reservations_.emplace(reserved, Reservation{size, next_serial_++});
@@ -245,7 +248,9 @@ Status DeviceModel::zero(std::uint64_t address, std::uint64_t size, int device, 
         if (!memory_.has_device(device)) return kInvalidDevice;
         if (size != 0 && !dialect_.writes_across_reservations && reservation_of(address, size) == reservations_.end())
             return kInvalidValue;
-        return mappings_.writable(address, size, device) ? kSuccess : kInvalidValue;
+        if (!mappings_.writable(address, size, device)) return kInvalidValue;
+        const bool joint = switches.single_memset && size != 0 && !mappings_.in_one(address, size);
+        return joint ? kInvalidValue : kSuccess;
     });
     if (status == kSuccess && size != 0) std::memset(reinterpret_cast<void *>(address), byte, size);
     return status;

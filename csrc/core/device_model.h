@@ -109,6 +109,7 @@ private:
     };
     using Reservations = std::map<std::uint64_t, Reservation>;  // by base
 
+    std::uint64_t find_addresses(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint);
     Reservations::iterator reservation_of(std::uint64_t address, std::uint64_t size);
     bool summed_from_first(std::uint64_t address, std::uint64_t size);
     bool change_access(MappingTable::Run run, const std::vector<Grant> &grants);

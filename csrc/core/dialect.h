@@ -19,12 +19,14 @@ struct Dialect {
 struct Switches {
     std::atomic<bool> poison{false};       // fresh memory is 0xff and not 0
     std::atomic<bool> ignore_hint{false};  // a reservation never lies where it was wished for (R3)
+    std::atomic<bool> ignore_alignment{false};  // a reservation lies a page off what was asked for, hints aside (B14)
     std::atomic<bool> capturing{false};    // a capture is in progress that refuses mapping calls (S1)
 
     // Bugs of ROCm releases.
     std::atomic<bool> access_from_first{false};      // B1: set-access sums sizes from the reservation's first mapping
     std::atomic<bool> joint_unmap_busy{false};       // B2: an unmap of several mappings leaves the reservation busy
     std::atomic<bool> memory_with_addresses{false};  // B4: memory that was mapped returns only with the addresses
+    std::atomic<bool> single_memset{false};          // B13: a memset may not go beyond the mapping it begins in
 };
 
 }  // namespace vmm

@@ -47,4 +47,9 @@ bool MappingTable::writable(std::uint64_t address, std::uint64_t size, int devic
     return true;
 }
 
+bool MappingTable::in_one(std::uint64_t address, std::uint64_t size) const {
+    auto it = find(address);
+    return it != table_.end() && size <= it->second.size - (address - it->first);
+}
+
 }  // namespace vmm

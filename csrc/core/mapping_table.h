@@ -41,6 +41,9 @@ public:
     bool any_in(std::uint64_t address, std::uint64_t size) const;
     bool writable(std::uint64_t address, std::uint64_t size, int device) const;
 
+    // Whether one mapping holds all of a range that is not empty.
+    bool in_one(std::uint64_t address, std::uint64_t size) const;
+
     Iterator add(std::uint64_t address, const Mapping &mapping) { return table_.emplace(address, mapping).first; }
     void remove(Run run) { table_.erase(run.first, run.last); }
     void remove(Iterator mapping) { table_.erase(mapping); }

@@ -1,5 +1,6 @@
 #include "core/physical_memory.h"
 
+#include <atomic>
 #include <iterator>
 #include <new>
 
@@ -9,6 +10,16 @@
 #include "core/memory_file.h"
 
 namespace vmm {
+namespace {
+
+// Opaque on purpose, and never used twice in the process, whatever models come and go: a stale handle must be an error
+// and not somebody else's memory.
+Handle new_handle() {
+    static std::atomic<Handle> next{0x766d6d01};
+    return next++;
+}
+
+}  // namespace
 
 PhysicalMemory::~PhysicalMemory() {
     for (auto &[_, allocation] : allocations_)
@@ -41,7 +52,7 @@ bool PhysicalMemory::place(Allocation &allocation) {
 
 Answer PhysicalMemory::create(int device, std::uint64_t size, Traits traits) {
     // The entry comes first: after it nothing here can throw but the placing, so there is little to undo.
-    auto it = allocations_.emplace(next_handle_, Allocation{device, size, traits}).first;
+    auto it = allocations_.emplace(new_handle(), Allocation{device, size, traits}).first;
     if (budget(device).take(size)) {
         bool placed = false;
         try {
@@ -50,7 +61,7 @@ Answer PhysicalMemory::create(int device, std::uint64_t size, Traits traits) {
         }
         if (placed) {
             ++live_handles_;
-            return {kSuccess, next_handle_++};
+            return {kSuccess, it->first};
         }
         budget(device).give_back(size);
     }
@@ -97,10 +108,10 @@ Answer PhysicalMemory::export_file(Handle handle) const {
 }
 
 Answer PhysicalMemory::adopt(Handle made_with) {
-    imports_.emplace(next_handle_, made_with);
+    const Handle handle = imports_.emplace(new_handle(), made_with).first->first;
     ++allocations_.at(made_with).imports;
     ++live_handles_;
-    return {kSuccess, next_handle_++};
+    return {kSuccess, handle};
 }
 
 Answer PhysicalMemory::import(Handle exported) {
@@ -113,7 +124,7 @@ Answer PhysicalMemory::import_file(int fd, int device) {
     for (auto &[made_with, allocation] : allocations_)
         if (allocation.fd != pool_.fd() && same_file(allocation.fd, fd)) return adopt(made_with);
 
-    auto it = allocations_.emplace(next_handle_, Allocation{device, size, {Traits::kPosixFile, false}}).first;
+    auto it = allocations_.emplace(new_handle(), Allocation{device, size, {Traits::kPosixFile, false}}).first;
     it->second.charged = false;
     it->second.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (it->second.fd < 0) {
@@ -121,7 +132,7 @@ Answer PhysicalMemory::import_file(int fd, int device) {
         return {kOperatingSystem, 0};
     }
     ++live_handles_;
-    return {kSuccess, next_handle_++};
+    return {kSuccess, it->first};
 }
 
 void PhysicalMemory::hold(Handle made_with, std::uint64_t reservation) {

@@ -92,8 +92,6 @@ private:
     Allocations allocations_;                     // by the handle that it was made with
     std::unordered_map<Handle, Handle> imports_;  // handle -> the one that it was made with
     std::uint64_t live_handles_ = 0;
-    // Opaque on purpose, and never used twice: a stale handle must be an error and not somebody else's memory.
-    Handle next_handle_ = 0x766d6d01;
 };
 
 }  // namespace vmm

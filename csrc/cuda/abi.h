@@ -13,7 +13,6 @@ using DevicePointer = unsigned long long;
 using AllocationHandle = unsigned long long;
 
 // Results beyond those of core/status.h and emulation.h.
-constexpr Result kNoDevice = 100;
 constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
 constexpr Result kNotFound = 500;

@@ -57,6 +57,7 @@ VMM_EXPORT Result cuInit(unsigned flags) { return flags == 0 ? initialize() : kI
 
 // Needs no cuInit.
 VMM_EXPORT Result cuDriverGetVersion(int *version) {
+    if (Result refused = enter()) return refused;
     if (!version) return kInvalidValue;
     *version = static_cast<int>(value(Switch::driver_version));
     return kSuccess;

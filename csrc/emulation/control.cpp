@@ -40,6 +40,7 @@ VMM_EXPORT int vmm_emu_reset(int devices, const std::uint64_t *budgets, std::uin
                              std::uint64_t recommended) try {
     kFrontEnd.forget_thread();
     state().reset({budgets, budgets + (devices > 0 ? devices : 0)}, minimum, recommended);
+    state().ready = true;
     return 0;
 } catch (const std::invalid_argument &) {
     return 1;

@@ -28,7 +28,9 @@ constexpr const char *kNames[kSwitches] = {"poison",
                                            "quirk_access_from_first",
                                            "quirk_joint_unmap_busy",
                                            "quirk_memory_with_addresses",
-                                           "quirk_4k_granularity"};
+                                           "quirk_4k_granularity",
+                                           "quirk_single_memset",
+                                           "ignore_alignment"};
 
 std::size_t index(Switch which) { return static_cast<std::size_t>(which); }
 
@@ -37,7 +39,7 @@ std::size_t index(Switch which) { return static_cast<std::size_t>(which); }
 // In the order of Side.
 State::State() : sides({"init", "device", "context", "stream", "capture_mode"}) {
     reset({kDefaultBudget}, kDefaultGranule, kDefaultGranule);
-    pthread_atfork(nullptr, nullptr, [] { state().forked = true; });
+    pthread_atfork(nullptr, nullptr, [] { state().forked = state().ready.load(); });
 }
 
 State &state() {
@@ -79,10 +81,12 @@ void State::pass_on_switches() {
     Switches &passed = model->switches;
     passed.poison = flag(Switch::poison);
     passed.ignore_hint = flag(Switch::ignore_hint);
+    passed.ignore_alignment = flag(Switch::ignore_alignment);
     passed.capturing = flag(Switch::capturing) && kFrontEnd.capture_refuses_mapping;
     passed.access_from_first = flag(Switch::access_from_first);
     passed.joint_unmap_busy = flag(Switch::joint_unmap_busy);
     passed.memory_with_addresses = flag(Switch::memory_with_addresses);
+    passed.single_memset = flag(Switch::single_memset);
 }
 
 std::int64_t value(Switch which) { return state().switches[index(which)]; }
@@ -94,6 +98,7 @@ std::shared_ptr<DeviceModel> model() {
 
 Status enter() {
     if (state().forked) return kNotInitialized;
+    if (!state().ready) return kNoDevices;
     return on(Switch::deinitialized) ? kDeinitialized : kSuccess;
 }
 

@@ -17,6 +17,7 @@ namespace vmm::emulation {
 
 constexpr Status kNotInitialized = 3;
 constexpr Status kDeinitialized = 4;
+constexpr Status kNoDevices = 100;
 constexpr Status kNotSupported = 801;
 
 // What a front end says of itself. Each library defines its own.
@@ -46,6 +47,8 @@ enum class Switch {
     joint_unmap_busy,
     memory_with_addresses,
     granularity_4k,
+    single_memset,
+    ignore_alignment,
 };
 std::int64_t value(Switch which);
 inline bool on(Switch which) { return value(which) != 0; }
@@ -53,7 +56,8 @@ inline bool on(Switch which) { return value(which) != 0; }
 // The model of the moment. Hold it for the length of a call: a reset puts another in its place.
 std::shared_ptr<DeviceModel> model();
 
-// To be asked first by every call of the driver, primitive or not. A driver does not survive a fork.
+// To be asked first by every call of the driver, primitive or not. A driver does not survive a fork. There are no devices
+// before a test has asked for some: whoever comes upon the library by accident must not take it for a GPU.
 Status enter();
 
 // The calls that are no primitives. They are counted and made to fail by these names, and "any" does not mean them.

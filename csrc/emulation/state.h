@@ -14,7 +14,7 @@
 
 namespace vmm::emulation {
 
-constexpr std::size_t kSwitches = static_cast<std::size_t>(Switch::granularity_4k) + 1;
+constexpr std::size_t kSwitches = static_cast<std::size_t>(Switch::ignore_alignment) + 1;
 constexpr std::uint64_t kDefaultBudget = std::uint64_t{2} << 30, kDefaultGranule = 2 << 20;
 
 struct State {
@@ -31,7 +31,8 @@ struct State {
     Faults sides;
     std::array<std::atomic<std::int64_t>, kSwitches> switches{};
     std::array<std::atomic<std::uint64_t>, Access::kMaxDevices> calls_on{};
-    std::atomic<bool> forked{false};
+    std::atomic<bool> ready{false};   // a test has asked for devices
+    std::atomic<bool> forked{false};  // since then
 };
 
 // Never destroyed: threads and finalizers may call when the process ends.

@@ -10,7 +10,10 @@ from vmm_kv.driver.hip import HipDriver
 from vmm_kv.testing import load_hip
 
 GRANULE = 2 << 20
-BUGS = ("quirk_access_from_first", "quirk_joint_unmap_busy", "quirk_memory_with_addresses", "quirk_4k_granularity")
+BUGS = (
+    "quirk_access_from_first", "quirk_joint_unmap_busy", "quirk_memory_with_addresses", "quirk_4k_granularity",
+    "quirk_single_memset", "ignore_alignment",
+)  # fmt: skip
 
 
 class TestHipDriver(DriverContract):
@@ -28,4 +31,5 @@ class TestHipDriverWithEveryBug(TestHipDriver):
         model = load_hip(budget=64 * GRANULE, granule=GRANULE)
         for bug in BUGS:
             model.set(bug, 1)
-        return HipDriver(quirks=Quirks(uniform_chunks=True, memory_with_addresses=True, single_unmap=True))
+        quirks = Quirks(uniform_chunks=True, memory_with_addresses=True, single_unmap=True, single_memset=True)
+        return HipDriver(quirks=quirks)

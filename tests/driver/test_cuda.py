@@ -706,27 +706,34 @@ def test_a_scope_that_cannot_be_entered(
             driver.mem_info()
 
 
-def test_leaving_restores_what_can_be_restored(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = CudaDriver(1)
-    with thread_state(api, 0, THREAD_LOCAL):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(DriverError, match="capture_mode on cuda:1 failed") as caught,
-        ):
-            fail_once(patch, api, "cuThreadExchangeStreamCaptureMode", 2)
-            with driver.scope():
-                raise ValueError("the operation's own")
-        assert isinstance(caught.value.__context__, ValueError), "and the first failure is not lost"
-        assert current_context(api) == 0, "the context is popped all the same"
-        assert capture_mode(api) == RELAXED
-        api.cuThreadExchangeStreamCaptureMode(api.CUstreamCaptureMode(THREAD_LOCAL))
+def test_a_context_that_somebody_destroyed_is_made_again(model: EmulatedModel, api: ModuleType) -> None:
+    """As cudaDeviceReset does. What was opened before stays of no use."""
+    old = CudaDriver(0)
+    while int(api.cuDevicePrimaryCtxRelease(0)[0]) == 0:
+        pass
+    with pytest.raises(DriverError, match=r"^context on cuda:0 failed: .* \((201|709)\)"), old.scope():
+        pass
+    life = Life(CudaDriver(0))
+    for name in ("mem_info", "zero"):
+        with life.driver.scope():
+            life.actions()[name]()
+    life.end()
 
-        with monkeypatch.context() as patch, pytest.raises(DriverError, match="context on cuda:1 failed"):
-            fail_once(patch, api, "cuCtxPopCurrent", 1)
-            with driver.scope():
-                pass
-        assert capture_mode(api) == THREAD_LOCAL, "the capture mode is exchanged back all the same"
-        api.cuCtxPopCurrent()
+
+def test_a_context_that_fails_otherwise_is_kept(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    CudaDriver(0)
+    kept = dict(cuda_binding._primary)
+    with monkeypatch.context() as patch:
+        fail_once(patch, api, "cuCtxPushCurrent", 1)
+        with pytest.raises(DriverError, match="context on cuda:0 failed"):
+            CudaDriver(0)
+    assert cuda_binding._primary == kept
+
+
+@pytest.mark.parametrize("index", [0.5, "0", None])
+def test_a_device_number_is_an_integer(model: EmulatedModel, index: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        CudaDriver(index)
 
 
 def test_synchronize_checks_its_status(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,7 +756,6 @@ OPENING = (
     ("cuMemGetAllocationGranularity", "granularity"),
     ("cuMemCreate", "create"),
     ("cuMemRelease", "release"),
-    ("cuCtxPopCurrent", "context"),
     ("cuDevicePrimaryCtxRetain", "context"),
     ("cuStreamCreate", "stream"),
 )
@@ -764,8 +770,6 @@ def test_opening_checks_every_status(api: ModuleType, monkeypatch: pytest.Monkey
             fail_once(patch, api, name, 1)
             with pytest.raises(DriverError, match=rf"{call} on cuda(:0)? failed: CUDA_ERROR_UNKNOWN \(999\)"):
                 CudaDriver(0)
-        if name == "cuCtxPopCurrent":
-            api.cuCtxPopCurrent()
         assert current_context(api) == 0
         CudaDriver(0)
 

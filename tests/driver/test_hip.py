@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vmm_kv.cache import KVCache
 from vmm_kv.driver import Quirks
 from vmm_kv.driver import hip_binding as binding
 from vmm_kv.driver.hip import HipDriver, quirks_of
@@ -26,6 +28,7 @@ from vmm_kv.errors import (
     StateError,
     UnsupportedError,
 )
+from vmm_kv.layout import TensorSpec
 from vmm_kv.testing import load_hip
 from vmm_kv.testing.emulation import EmulatedModel
 
@@ -50,18 +53,18 @@ def driver(model: EmulatedModel) -> HipDriver:
 @pytest.mark.parametrize(
     ("version", "quirks"),
     [
-        ("5.7.31921", Quirks(single_unmap=True)),
-        ("6.3.42134", Quirks(single_unmap=True)),
-        ("6.4.43482", Quirks(single_unmap=True, memory_with_addresses=True)),
-        ("7.0.51831", Quirks(uniform_chunks=True, memory_with_addresses=True)),
-        ("7.2.0", Quirks(uniform_chunks=True, memory_with_addresses=True)),
-        ("7.13.99999", Quirks(uniform_chunks=True, memory_with_addresses=True)),
-        ("7.14.0", Quirks()),
-        ("10.0.1", Quirks()),
+        ("5.7.31921", Quirks(single_memset=True, single_unmap=True)),
+        ("6.3.42134", Quirks(single_memset=True, single_unmap=True)),
+        ("6.4.43482", Quirks(single_memset=True, single_unmap=True, memory_with_addresses=True)),
+        ("7.0.51831", Quirks(single_memset=True, uniform_chunks=True, memory_with_addresses=True)),
+        ("7.2.0", Quirks(single_memset=True, uniform_chunks=True, memory_with_addresses=True)),
+        ("7.13.99999", Quirks(single_memset=True, uniform_chunks=True, memory_with_addresses=True)),
+        ("7.14.0", Quirks(single_memset=True)),
+        ("10.0.1", Quirks(single_memset=True)),
     ],
 )
 def test_quirks_follow_the_version(model: EmulatedModel, version: str, quirks: Quirks) -> None:
-    """B1, B2 and B4 by the versions of HIP that have them."""
+    """B1, B2 and B4 by the versions of HIP that have them; B13 in all."""
     major, minor, patch = map(int, version.split("."))
     number = major * 10_000_000 + minor * 100_000 + patch
     assert quirks_of(number) == quirks
@@ -129,12 +132,26 @@ def test_no_memory_is_no_refusal(model: EmulatedModel) -> None:
     assert HipDriver(handle_types=("posix_fd", "none")).memory_traits.handle_type == "posix_fd"
 
 
-@pytest.mark.parametrize("call", ["device", "capture_mode", "create", "release"])
-def test_a_failure_of_opening_is_no_refusal_either(model: EmulatedModel, call: str) -> None:
-    model.fail(call, 2 if call == "device" else 1, 999)
-    with pytest.raises(DriverError, match=f"^{call} on hip:0 failed: hipErrorUnknown"):
+@pytest.mark.parametrize(
+    ("call", "nth", "status"), [("device", 2, 999), ("capture_mode", 1, 999), ("create", 1, 3), ("release", 1, 999)]
+)
+def test_a_failure_of_opening_is_no_refusal_either(model: EmulatedModel, call: str, nth: int, status: int) -> None:
+    model.fail(call, nth, status)
+    with pytest.raises(DriverError, match=rf"^{call} on hip:0 failed: .*\({status}\)"):
         HipDriver(handle_types=("posix_fd", "none"))
     assert current_device() == 0
+
+
+def test_whatever_a_create_says_to_a_type_is_a_refusal_while_there_is_another(model: EmulatedModel) -> None:
+    model.fail("create", 1, 304)
+    traits = HipDriver(handle_types=("posix_fd", "none")).memory_traits
+    assert traits.handle_type == "none" and "(304)" in dict(traits.refusals)["posix_fd"]
+
+
+@pytest.mark.parametrize("index", [0.5, "0", None])
+def test_a_device_number_is_an_integer(model: EmulatedModel, index: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        HipDriver(index)
 
 
 def test_opening_leaves_no_memory_behind(model: EmulatedModel) -> None:
@@ -436,23 +453,18 @@ def test_every_failure_is_an_error_of_its_class(
         assert f"asked for {GRANULE} bytes; {free} of {model.budget(0)} bytes are free" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("call", "nth"), [("device", 1), ("device", 2), ("device", 3), ("capture_mode", 1), ("capture_mode", 2)]
-)
-def test_failures_of_entering_and_leaving_a_scope(model: EmulatedModel, call: str, nth: int) -> None:
-    """The calls of a scope: get the device, set it, set the mode; set the mode back, set the device back."""
+@pytest.mark.parametrize(("call", "nth"), [("device", 1), ("device", 2), ("capture_mode", 1)])
+def test_a_scope_that_cannot_be_entered(model: EmulatedModel, call: str, nth: int) -> None:
+    """The calls are: get the device, set it, set the mode. The body is not run, and the thread is as it was."""
     driver = HipDriver(1)
-    entered = []
 
     def action() -> None:
         model.fail(call, nth, 999)
         with pytest.raises(DriverError, match=f"^{call} on hip:1 failed: hipErrorUnknown"), driver.scope():
-            entered.append(True)
-        assert entered == [True] * ((call, nth) in (("device", 3), ("capture_mode", 2)))
-        assert current_device() == (1 if (call, nth) == ("device", 3) else 0), "all else is undone"
-        assert capture_mode(driver) == (2 if (call, nth) == ("capture_mode", 2) else 0)
+            pytest.fail("the body ran")
+        assert (current_device(), capture_mode(driver)) == (0, 0)
 
-    in_a_thread(action)  # which ends with what it could not restore
+    in_a_thread(action)
 
 
 def test_the_free_memory_is_unknown_where_that_fails_too(model: EmulatedModel, driver: HipDriver) -> None:
@@ -484,6 +496,87 @@ def test_zeroing_stops_at_the_first_failure_and_waits(model: EmulatedModel, driv
         with pytest.raises(DriverError, match=r"^stream on hip:0 failed: hipErrorLaunchFailure \(719\)"):
             driver.zero([(base, base + 1)])
         driver.zero([])
+
+
+def test_b13_a_memset_stays_within_one_mapping(model: EmulatedModel, driver: HipDriver) -> None:
+    """Naively it is refused; a cache zeroes mapping by mapping, also into mappings that were there before."""
+    model.set("quirk_single_memset", 1)
+    model.poison = True
+    with driver.scope():
+        base, handles = driver.reserve(2 * GRANULE), [driver.create(GRANULE), driver.create(GRANULE)]
+        for number, handle in enumerate(handles):
+            driver.map(base + number * GRANULE, GRANULE, handle)
+        driver.set_access(base, 2 * GRANULE)
+        with pytest.raises(DriverError, match=r"^zero on hip:0 failed: hipErrorInvalidValue"):
+            driver.zero([(base, base + 2 * GRANULE)])
+        driver.zero([(base, base + GRANULE), (base + GRANULE, base + 2 * GRANULE)])
+
+    naive = cache_on(replace(driver.quirks, single_memset=False))
+    with pytest.raises(DriverError, match=r"^zero on hip:0 failed"):
+        naive.commit(8)
+    naive.close()
+    for back in (None, 1):
+        cache = cache_on(driver.quirks)
+        if back:
+            cache.back(back)
+        for blocks in (3, 8):
+            assert cache.commit(blocks) == blocks
+            assert not cache.view("kv")[:, :blocks].any()
+        cache.close()
+
+
+def cache_on(quirks: Quirks) -> KVCache:
+    """Eight blocks of 3/4 of a granule, twice: the borders of blocks lie within mappings."""
+    driver = HipDriver(quirks=replace(quirks, uniform_chunks=True))
+    with driver.scope():
+        total = driver.mem_info()[1]
+    device: Any = SimpleNamespace(driver=driver, name=driver.name, total_bytes=total, torch_device=torch.device("cpu"))
+    return KVCache.reserve(device, [TensorSpec("kv", (2, None, 3 * GRANULE // 4), torch.int8)], 8, chunk=GRANULE)
+
+
+@pytest.mark.parametrize("alignment", [0, GRANULE, 8 * GRANULE])
+def test_addresses_are_aligned_where_the_runtime_ignores_it(
+    model: EmulatedModel, driver: HipDriver, alignment: int
+) -> None:
+    """R2: the aligned part of a larger reservation, of which exactly the whole is freed."""
+    model.set("ignore_alignment", 1)
+    with driver.scope():
+        bases = [driver.reserve(3 * GRANULE, alignment) for _ in range(3)]
+        assert [base % (alignment or GRANULE) for base in bases] == [0] * 3
+        assert model.live()["reservations"] == 3, "what lay askew was given back"
+        handle = driver.create(GRANULE)
+        for base in bases:
+            driver.map(base + 2 * GRANULE, GRANULE, handle)
+            driver.set_access(base + 2 * GRANULE, GRANULE)
+        with pytest.raises(DriverError, match=r"^free_address on hip:0 failed"):
+            driver.free_address(bases[0], 3 * GRANULE)  # something is mapped: and it can be tried again
+        for base in bases:
+            driver.unmap(base + 2 * GRANULE, GRANULE)
+            driver.free_address(base, 3 * GRANULE)
+        driver.release(handle)
+    assert model.live() == {"handles": 0, "mappings": 0, "reservations": 0}
+    assert driver._padded == {}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_no_addresses_are_left_where_aligning_them_fails(model: EmulatedModel, driver: HipDriver, nth: int) -> None:
+    model.set("ignore_alignment", 1)
+    model.fail("reserve", nth, 2)
+    with driver.scope(), pytest.raises(OutOfAddressSpace):
+        driver.reserve(GRANULE)
+    assert model.live()["reservations"] == 0
+
+
+def test_addresses_that_are_renewed_lie_where_they_lay_though_the_first_were_padded(model: EmulatedModel) -> None:
+    """B4: a shrink to nothing frees them and wishes for them again."""
+    model.set("ignore_alignment", 1)
+    model.set("quirk_memory_with_addresses", 1)
+    cache = cache_on(Quirks(memory_with_addresses=True))
+    cache.commit(8)
+    cache.shrink(0)
+    assert model.used(0) == 0
+    assert cache.commit(8) == 8
+    cache.close()
 
 
 def test_zeroing_has_a_non_blocking_stream_of_its_own(model: EmulatedModel, monkeypatch: pytest.MonkeyPatch) -> None:

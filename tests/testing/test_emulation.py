@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_rig import (
@@ -22,12 +24,14 @@ from cuda_rig import (
     peek,
     poke,
     prop,
+    release,
     status,
     unmap,
     value,
 )
 
 from vmm_kv._native import DeviceModel
+from vmm_kv.errors import StateError
 from vmm_kv.testing import EmulatedModel, load_cuda, load_hip
 
 Load = Callable[..., EmulatedModel]
@@ -79,10 +83,39 @@ def test_a_device_that_is_not_there(load: Load) -> None:
                 reading(device)
 
 
-@pytest.mark.parametrize(("devices", "granule"), [(0, G), (33, G), (1, 3 * G), (1, 1)])
-def test_devices_that_cannot_be(load: Load, devices: int, granule: int) -> None:
-    with pytest.raises(ValueError, match="1 to 32 devices are possible"):
-        load(devices=devices, granule=granule)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("devices", value) for value in (0, -1, 33, "2", 1.5)),
+        *(("budget", value) for value in (0, -1, 2**63, 2**64 + G, 1.5, "2GiB")),
+        *(("granule", value) for value in (0, 1, -1, 3 * G, 2**63, 2**64 + 4096)),
+        *(("recommended", value) for value in (0, -1, 1, 3 * G // 2, 2**64 + G)),
+    ],
+)
+def test_devices_that_cannot_be_change_nothing(load: Load, name: str, value: Any) -> None:
+    model = load(devices=2, budget=8 * G)
+    model.charge(1, G)
+    with pytest.raises(ValueError, match=f"^{name} is {re.escape(repr(value))}: it must be a"):
+        load(**{name: value})
+    assert (model.devices, model.used(1), model.charge(1, G)) == (2, G, OK)
+
+
+@pytest.mark.parametrize("budgets", [[], [G] * 33, [G, 0], [G, 2**64 + G]])
+def test_a_reset_to_devices_that_cannot_be_changes_nothing(load: Load, budgets: list[int]) -> None:
+    model = load(devices=2, budget=8 * G)
+    model.charge(1, G)
+    with pytest.raises(ValueError, match=r"^(the number of budgets|budgets\[1\]) is \d+: it must be a whole number"):
+        model.reset(budgets)
+    assert (model.devices, model.used(1)) == (2, G)
+
+
+def test_sizes_that_cannot_be_charged(load: Load) -> None:
+    model = load(budget=8 * G)
+    for call in (model.charge, model.credit):
+        for size in (-1, 2**63, 1.5):
+            with pytest.raises(ValueError, match=f"size is {size}: it must be a whole number from 0"):
+                call(0, size)  # type: ignore[arg-type]
+    assert model.used(0) == 0
 
 
 def test_mapped_tells_every_mapping_in_order(rig: Rig) -> None:
@@ -141,6 +174,32 @@ def test_many_resets_cost_neither_descriptors_nor_map_areas(load: Load) -> None:
     assert held()[1] < areas + 20
 
 
+def test_the_model_of_devices_that_were_replaced_leaves_the_new_ones_alone(load: Load) -> None:
+    """A tensor of the old device that dies gives nothing back to the budget of the new one."""
+    old = load(budget=8 * G)
+    assert old.charge(0, 2 * G) == OK
+    new = load(budget=8 * G)
+    assert new.charge(0, 2 * G) == OK
+    assert old.credit(0, 2 * G) == OK
+    assert new.used(0) == 2 * G
+    for change in (lambda: old.charge(0, G), lambda: old.set("poison", 1), lambda: old.fail("create", 1, 2)):
+        with pytest.raises(StateError, match=f"devices of {re.escape(old.library.name)} were replaced by others"):
+            change()
+    assert (new.used(0), new.poison) == (2 * G, False)
+    old.reset([G])
+    assert old.charge(0, G) == OK, "its devices are the latest again"
+
+
+def test_a_stale_handle_is_nobody_elses(rig: Rig) -> None:
+    stale = [rig.create() for _ in range(3)]
+    rig.model.reset([16 * G], G)
+    rig.use(0)
+    fresh = [rig.create() for _ in range(3)]
+    assert not set(stale) & set(fresh)
+    assert [release(handle) for handle in stale] == [INVALID] * 3
+    assert rig.model.live()["handles"] == 3
+
+
 # Faults.
 
 
@@ -183,9 +242,19 @@ def test_a_call_that_the_front_end_refuses_counts_like_any_other(rig: Rig) -> No
     assert rig.model.calls()["create"] == 3
 
 
-@pytest.mark.parametrize(("name", "nth", "code"), [("charge", 1, 2), ("", 1, 2), ("map", 0, 2), ("stream", 1, 0)])
-def test_a_fault_that_cannot_be(load: Load, name: str, nth: int, code: int) -> None:
-    with pytest.raises(ValueError, match="no primitive is called so"):
+@pytest.mark.parametrize(
+    ("name", "nth", "code", "said"),
+    [
+        ("charge", 1, 2, "no call is named 'charge'"),
+        ("", 1, 2, "no call is named ''"),
+        ("map", 0, 2, "nth is 0"),
+        ("map", 2**64 + 1, 2, "nth is 18446744073709551617"),
+        ("stream", 1, 0, "status is 0"),
+        ("stream", 1, 2**32 + 1, "status is 4294967297"),
+    ],
+)
+def test_a_fault_that_cannot_be(load: Load, name: str, nth: int, code: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         load().fail(name, nth, code)
 
 
@@ -213,8 +282,8 @@ rig.free()
 
 def test_switches_are_set_and_read_and_cleared_by_a_reset(load: Load) -> None:
     model = load()
-    off = ("poison", "capturing", "rdma", "fabric", "ignore_hint", "integrated", "deinitialized")
-    quirks = ("access_from_first", "joint_unmap_busy", "memory_with_addresses", "4k_granularity")
+    off = ("poison", "capturing", "rdma", "fabric", "ignore_hint", "ignore_alignment", "integrated", "deinitialized")
+    quirks = ("access_from_first", "joint_unmap_busy", "memory_with_addresses", "4k_granularity", "single_memset")
     for switch in (*off, *(f"quirk_{quirk}" for quirk in quirks)):
         assert model.get(switch) == 0
         model.set(switch, 1)
@@ -230,6 +299,11 @@ def test_a_switch_that_is_not_there(load: Load) -> None:
         model.set("warp_speed", 1)
     with pytest.raises(ValueError, match="no switch is called 'warp_speed'"):
         model.get("warp_speed")
+
+
+def test_a_switch_cannot_be_set_to_what_c_has_no_number_for(load: Load) -> None:
+    with pytest.raises(ValueError, match="value is 18446744073709551616: it must be a whole number"):
+        load().set("driver_version", 2**64)
 
 
 def test_what_a_device_says_of_itself(rig: Rig) -> None:
@@ -255,13 +329,42 @@ def test_b7_the_query_says_4_kib_and_the_rules_demand_more(rig: Rig) -> None:
     assert rig.try_create(G) == OK
 
 
+def test_b14_addresses_lie_a_page_off_the_alignment(rig: Rig) -> None:
+    """So that a whole granule within lies elsewhere. At a hint they lie exactly there."""
+    rig.model.set("ignore_alignment", 1)
+    base = rig.reserve(2 * G, alignment=4 * G)
+    assert base % (4 * G) == 4096
+    handle = rig.create()
+    assert rig.try_map(base, handle) == INVALID
+    inside = base + G - 4096
+    rig.map(inside, handle)
+    rig.grant(inside)
+    poke(inside + G - 1, b"x")
+    assert unmap(inside) == OK
+    assert free_address(base, 2 * G) == OK
+    assert rig.reserve(2 * G, hint=base) == base
+    assert rig.reserve(2 * G, hint=inside) % G == 4096, "which is taken"
+
+
+def test_b14_where_the_granule_is_a_page_there_is_nothing_to_ignore() -> None:
+    rig = Rig(load_cuda(budget=16 * G, granule=4096))
+    rig.use(0)
+    rig.model.set("ignore_alignment", 1)
+    assert rig.reserve(8192, alignment=G) % G == 0
+    rig.close()
+
+
 def test_quirks_reach_the_model(rig: Rig) -> None:
-    """B1, B2, B4 by the library's switches; what each of them does is in test_native_quirks.py."""
+    """B1, B2, B4, B13 by the library's switches; what each of them does is in test_native_quirks.py."""
     base = rig.reserve(8 * G)
     rig.model.set("quirk_access_from_first", 1)
     rig.map(base, rig.create(2 * G), 2 * G)
     rig.map(base + 2 * G, rig.create())
     assert status(cuda.cuMemSetAccess(base + 2 * G, G, [desc()], 1)) == INVALID
+    rig.grant(base, 3 * G)
+    assert status(cuda.cuMemsetD8(base + G, 0, 2 * G)) == OK
+    rig.model.set("quirk_single_memset", 1)
+    assert status(cuda.cuMemsetD8(base + G, 0, 2 * G)) == INVALID
     rig.model.set("quirk_joint_unmap_busy", 1)
     rig.model.set("quirk_memory_with_addresses", 1)
     assert unmap(base, 3 * G) == OK

@@ -119,6 +119,7 @@ def test_the_start_up_is_the_demo_s(emulated: pytest.MonkeyPatch, backing: str, 
     [
         ("rules.mixed_access", "quirk_access_from_first", "failed", "It is B1"),
         ("rules.unmap", "quirk_joint_unmap_busy", "failed", "It is B2"),
+        ("rules.memset", "quirk_single_memset", "failed", "It is B13"),
         ("memory.deltas", "quirk_memory_with_addresses", "surprise", "! release after unmap"),
         ("rules.hint", "ignore_hint", "surprise", "! times that addresses came back: 0"),
     ],
@@ -132,7 +133,11 @@ def test_a_departure_that_no_quirk_tells_of_is_found(
 
 def test_a_quirk_that_does_not_show_is_a_surprise(emulated: pytest.MonkeyPatch) -> None:
     emulated.setenv("VMM_KV_TESTING", "quirks")
-    for name, switch in (("rules.mixed_access", "quirk_access_from_first"), ("rules.unmap", "quirk_joint_unmap_busy")):
+    for name, switch in (
+        ("rules.mixed_access", "quirk_access_from_first"),
+        ("rules.unmap", "quirk_joint_unmap_busy"),
+        ("rules.memset", "quirk_single_memset"),
+    ):
         with open_rig("hip:0:512MiB", all_checks()[name]) as rig:
             model_of(rig).set(switch, 0)
             all_checks()[name].function(rig)
@@ -439,6 +444,54 @@ def test_the_exit_code_is_of_failures_alone(
     assert gpu_check.main(["--device", "cuda:0", "--output", str(path)]) == code
     assert f"written to {path}" in capsys.readouterr().out
     assert len(json.loads(path.read_text())["checks"]) == len(found)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan", "soon"])
+def test_a_limit_that_cannot_be(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main(["--device", "cuda:0", "--limit", limit])
+    assert "--limit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "not run"])
+def test_where_no_check_ran_no_file_is_written(
+    outcome: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
+    nothing = [Result("device", "C1", outcome, 0.0, "")] * 2
+    monkeypatch.setattr(gpu_check, "run_checks", lambda *arguments, **options: nothing)
+    path = tmp_path / "out.json"
+    assert gpu_check.main(["--output", str(path)]) == 2
+    assert "no check ran" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
+    monkeypatch.setattr(gpu_check, "run_checks", lambda *arguments, **options: pytest.fail("ran"))
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "out.json"):
+        assert gpu_check.main(["--output", str(path)]) == 2
+        assert f"{path} cannot be written: " in capsys.readouterr().err
+
+
+def test_trying_an_output_does_not_touch_what_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    assert gpu_check._unwritable(path) is None
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("0", None), (" ", None), ("1", "VMM_KV_TESTING is set"), ("yes", "it is 1 or quirks")]
+)
+def test_only_a_mode_stands_for_emulated_drivers(value: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMM_KV_TESTING", value)
+    monkeypatch.setattr(gpu_drivers, "count", lambda kind: 1)
+    reason = gpu_check.missing("cuda:0")
+    assert reason is None if said is None else said in str(reason)
 
 
 def test_checks_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

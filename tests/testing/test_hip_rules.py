@@ -566,6 +566,27 @@ def test_b4_memory_returns_with_the_addresses(model: EmulatedModel) -> None:
         assert driver.mem_info()[0] == free, "what was never mapped returns at once"
 
 
+def test_b13_a_memset_across_two_mappings_is_refused(model: EmulatedModel) -> None:
+    model.set("quirk_single_memset", 1)
+    driver = HipDriver()
+    with driver.scope():
+        base = driver.reserve(4 * GRANULE)
+        for i in range(2):
+            mapped(driver, base + i * GRANULE, 1)
+        driver.set_access(base, 2 * GRANULE)
+        with pytest.raises(DriverError, match=r"zero on hip:0 failed: hipErrorInvalidValue \(1\)"):
+            driver.zero([(base, base + 2 * GRANULE)])
+        driver.zero([(base, base + GRANULE), (base + GRANULE, base + 2 * GRANULE)])
+
+
+def test_b14_addresses_lie_a_page_off_the_alignment(model: EmulatedModel) -> None:
+    model.set("ignore_alignment", 1)
+    status, base = try_reserve(2 * GRANULE, alignment=4 * GRANULE)
+    assert (status, base % (4 * GRANULE)) == (OK, PAGE)
+    assert map_at(base, create()) == INVALID
+    assert free_address(base, 2 * GRANULE) == OK
+
+
 def test_b7_a_granule_of_4_kib_is_reported_and_does_not_work(model: EmulatedModel) -> None:
     model.set("quirk_4k_granularity", 1)
     minimum = hip.hipMemAllocationGranularity_flags.hipMemAllocationGranularityMinimum

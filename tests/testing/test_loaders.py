@@ -34,7 +34,7 @@ def stand_ins(tmp_path: Path) -> Path:
 
 
 def run(script: str, **environment: str) -> str:
-    """What the script prints. ROCM_PATH is not handed down: loading sets it in this process."""
+    """What the script prints. A ROCm that the tests' own process knows of is not handed down."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("ROCM_PATH", "ROCM_HOME")}
     preamble = "import ctypes, os, sys\nfrom vmm_kv import testing\nfrom vmm_kv.errors import UnsupportedError\n"
     done = subprocess.run(
@@ -137,9 +137,62 @@ from cuda.bindings import driver as cuda
 from hip import hip
 cuda.cuInit(0)
 print(cuda.cuDeviceTotalMem(0)[1] == 1 << 30, hip.hipGetDeviceCount()[1])
-print(os.environ["ROCM_PATH"] == str(hip_model.library.parent.parent))
 """)
-    assert printed == "True 3\nTrue\n"
+    assert printed == "True 3\n"
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("before", [None, "/nowhere"])
+def test_rocm_path_is_as_before(before: str | None) -> None:
+    """A process that is started later must not take the emulation for a ROCm."""
+    environment = {} if before is None else {"ROCM_PATH": before}
+    printed = run(
+        """
+from vmm_kv import gpu_drivers
+testing.load_hip(devices=3)
+print(os.environ.get("ROCM_PATH"), gpu_drivers.count("hip"))
+""",
+        **environment,
+    )
+    assert printed == f"{before} 3\n"
+
+
+@pytest.mark.emulated
+def test_without_the_binding_the_library_is_loaded_all_the_same() -> None:
+    printed = run("sys.modules['hip'] = None; testing.load_hip(); print(os.environ.get('ROCM_PATH'))")
+    assert printed == "None\n"
+
+
+@EITHER
+@pytest.mark.emulated
+def test_a_library_that_nobody_asked_for_has_no_device(load: str, name: str) -> None:
+    """Every call, before it looks at its arguments; and after a fork the child may ask for devices."""
+    library = {CUDA: load_cuda, HIP: load_hip}[name]().library
+    printed = run(f"""
+import re
+path = {str(library)!r}
+library = ctypes.CDLL(path)
+with open(path, "rb") as file:
+    words = {{word.decode() for word in re.findall(rb"\\b(?:cu|hip)[A-Z]\\w+", file.read())}}
+calls = {{word for word in words if hasattr(library, word) and not re.search("GetError|GetProcAddress", word)}}
+nothing = [ctypes.c_void_p()] * 6
+print(len(calls) > 30, {{getattr(library, call)(*nothing) for call in calls}})
+sys.stdout.flush()
+if os.fork() == 0:
+    from vmm_kv import gpu_drivers
+    testing.{load}(devices=3)
+    print(gpu_drivers.count({load.removeprefix("load_")!r}))
+else:
+    os.wait()
+""")
+    assert printed == "True {100}\n3\n"
+
+
+@pytest.mark.emulated
+def test_a_child_that_is_led_to_the_emulation_finds_no_gpu() -> None:
+    package = str(load_hip().library.parent.parent)
+    printed = run("from vmm_kv import gpu_drivers; print(gpu_drivers.count('hip'))", ROCM_PATH=package)
+    assert printed == "0\n"
 
 
 @pytest.mark.emulated

@@ -27,6 +27,8 @@ class Quirks:
     """Memory that was unmapped and released returns only when the addresses it lay at are freed (ROCm 6.4 to 7.x)."""
     single_unmap: bool = False
     """An unmap takes one mapping at a time (ROCm before 7.0)."""
+    single_memset: bool = False
+    """A memset stays within one mapping: one across the border of two is refused (ROCm, every version known)."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Driver(ABC):
     def scope(self) -> AbstractContextManager[None]:
         """Makes the device current for the calling thread, and on leaving restores what was current before.
 
-        Entered once around an operation, not once a call. Raises `StateError` in a forked child: a driver does not
-        survive a fork.
+        Entered once around an operation, not once a call. Signals wait until it is left (`vmm_kv.interrupts`). Leaving
+        it raises no error: what cannot be restored in two tries is a warning, for what was done inside has happened.
+        Entering it raises `StateError` in a forked child: a driver does not survive a fork.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ Nothing of the binding is imported, and no driver is looked for, before a device
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from vmm_kv.driver import DeviceProperties, Driver, MemoryTraits, Quirks, Span, 
 from vmm_kv.driver.cuda_binding import CudaBinding
 from vmm_kv.driver.failures import OUT_OF_MEMORY, failure, refuse_forked_child
 from vmm_kv.errors import DriverError, UnsupportedError
+from vmm_kv.interrupts import deferred
 
 PRIMITIVES = (
     "reserve", "free_address", "create", "release", "map", "unmap", "set_access", "get_access", "mem_info", "zero",
@@ -61,7 +63,7 @@ class CudaDriver(Driver):
         quirks: Quirks | None = None,
         current_stream: Callable[[], int] | None = None,
     ) -> None:
-        self.index = index
+        self.index = index = operator.index(index)
         self.quirks = quirks if quirks is not None else Quirks()
         self._pid = os.getpid()
         self._current_stream = current_stream if current_stream is not None else lambda: 0
@@ -134,7 +136,8 @@ class CudaDriver(Driver):
     @contextmanager
     def scope(self) -> Iterator[None]:
         refuse_forked_child(self.name, self._pid)
-        with self._binding.current(self._context, self.name), self._binding.relaxed_capture(self.name):
+        binding, where = self._binding, self.name
+        with deferred(), binding.current(self._context, where), binding.relaxed_capture(where):
             yield
 
     # Primitives.

@@ -14,10 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vmm_kv.driver.binding import load, restore
 from vmm_kv.driver.failures import DEINITIALIZED, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, failure
-from vmm_kv.errors import StateError, UnsupportedError
+from vmm_kv.errors import DriverError, StateError, UnsupportedError
+from vmm_kv.interrupts import deferred
+
+_PACKAGE = "cuda-python>=12.6"
+_NEEDED = (
+    "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetName",
+    "cuDeviceTotalMem", "cuDeviceGetPCIBusId", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease",
+    "cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxSynchronize", "cuThreadExchangeStreamCaptureMode",
+    "cuStreamCreate", "cuStreamSynchronize", "cuStreamIsCapturing", "cuMemGetAllocationGranularity",
+    "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap",
+    "cuMemSetAccess", "cuMemGetAccess", "cuMemGetInfo", "cuMemsetD8Async", "CUresult",
+)  # fmt: skip
 
 _NO_DEVICE = 100
+_DEAD_CONTEXT = (201, 709)  # invalid, destroyed
 # What cuInit says where the driver as such cannot be used, and what helps.
 _UNUSABLE = {
     34: "only the toolkit's stub of libcuda.so.1 was found: install NVIDIA's display driver, and take the stub off "
@@ -33,11 +46,11 @@ _primary_lock = threading.Lock()
 
 def _import_binding() -> Any:
     try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
+        return load(_PACKAGE, "cuda", lambda: importlib.import_module("cuda.bindings.driver"), _NEEDED)
+    except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"CUDA devices need NVIDIA's binding, which cannot be imported ({error}): "
-            "pip install 'cuda-python>=12.6', or vmm-kv[cuda]"
+            f"pip install '{_PACKAGE}', or vmm-kv[cuda]"
         ) from error
 
 
@@ -188,8 +201,13 @@ class CudaBinding:
     # Contexts.
 
     def primary_context(self, device: int, where: str) -> tuple[int, int]:
-        """The device's primary context and a non-blocking stream in it, made once in a process and kept to its end."""
-        with _primary_lock:
+        """The device's primary context and a non-blocking stream in it, made once in a process and kept to its end.
+
+        Made again where somebody destroyed the context meanwhile: `cudaDeviceReset` does, for everybody.
+        """
+        with deferred(), _primary_lock:
+            if device in _primary and self._is_dead(_primary[device][0], where):
+                del _primary[device]
             if device not in _primary:
                 context = int(
                     self._checked(where, "context", "the primary context", self.api.cuDevicePrimaryCtxRetain, device)
@@ -204,9 +222,23 @@ class CudaBinding:
                 _primary[device] = context, stream
             return _primary[device]
 
+    def _is_dead(self, context: int, where: str) -> bool:
+        try:
+            with self.current(context, where):
+                return False
+        except DriverError as error:
+            if error.status in _DEAD_CONTEXT:
+                return True
+            raise
+
+    # The two below leave nothing behind if signals are deferred, as they are in a scope.
+
     @contextmanager
     def current(self, context: int, where: str) -> Iterator[None]:
-        """Makes the context current for the calling thread; where it is already, does nothing."""
+        """Makes the context current for the calling thread; where it is already, does nothing.
+
+        Leaving it raises no error, see `restore`.
+        """
         before = int(self._checked(where, "context", "the current context", self.api.cuCtxGetCurrent) or 0)
         if before == context:
             yield
@@ -215,18 +247,23 @@ class CudaBinding:
         try:
             yield
         finally:
-            self._checked(where, "context", "the context before to be current again", self.api.cuCtxPopCurrent)
+            asked = "the context before to be current again"
+            restore(where, asked, lambda: self._checked(where, "context", asked, self.api.cuCtxPopCurrent))
 
     @contextmanager
     def relaxed_capture(self, where: str) -> Iterator[None]:
-        """Lets the thread make calls that a capture going on elsewhere in the process would forbid it."""
+        """Lets the thread make calls that a capture going on elsewhere in the process would forbid it.
+
+        Leaving it raises no error, see `restore`.
+        """
         exchange, modes = self.api.cuThreadExchangeStreamCaptureMode, self.api.CUstreamCaptureMode
         relaxed = modes.CU_STREAM_CAPTURE_MODE_RELAXED
         before = modes(int(self._checked(where, "capture_mode", "the thread's relaxed mode", exchange, relaxed)))
         try:
             yield
         finally:
-            self._checked(where, "capture_mode", "the thread's mode before", exchange, before)
+            asked = "the thread's capture mode before"
+            restore(where, asked, lambda: self._checked(where, "capture_mode", asked, exchange, before))
 
 
 def _text(value: bytes) -> str:

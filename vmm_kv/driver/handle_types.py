@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vmm_kv.driver.failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
-from vmm_kv.errors import DriverError, OutOfPhysicalMemory, UnsupportedError
+from vmm_kv.driver.failures import INVALID_VALUE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED
+from vmm_kv.errors import DriverError, DriverGone, OutOfPhysicalMemory, UnsupportedError
 
 HANDLE_TYPES = ("none", "posix_fd", "fabric")
 
 _REFUSALS = frozenset((INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED))
+
+
+def checked(order: Sequence[str]) -> tuple[str, ...]:
+    """The order, if it is one: `TypeError` where it is no sequence of names, `ValueError` for a name that is none."""
+    known = ", ".join(map(repr, HANDLE_TYPES))
+    if isinstance(order, str):
+        raise TypeError(f"handle types are a sequence of names, ({order!r},) and not {order!r}")
+    order = tuple(order)
+    if not order or any(name not in HANDLE_TYPES for name in order):
+        raise ValueError(f"handle types {list(order)}: one or more of {known}")
+    return order
 
 
 def choose(order: Sequence[str], attempt: Callable[[str], None]) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -20,20 +31,21 @@ def choose(order: Sequence[str], attempt: Callable[[str], None]) -> tuple[str, t
 
     order: names out of `HANDLE_TYPES`, the most wanted first. attempt: creates memory of that type and gives it back.
 
-    Raises `ValueError` for an unknown name, `UnsupportedError` where every type is refused. Any failure that is no
-    refusal is raised as it is, running out of memory above all: taken for a refusal it would silently choose a type
-    that was not wanted.
+    What a driver says to a type that it does not have is nowhere written down, so while there is a next type every
+    status is a refusal; of the last one only those that mean it are. Running out of memory never is, since a type
+    would be chosen that was not wanted, nor is a driver that is gone.
+
+    Raises as `checked`, `UnsupportedError` where every type is refused, and any other failure as it is.
     """
-    if not order or not set(order) <= set(HANDLE_TYPES):
-        raise ValueError(f"handle types {list(order)}: one or more of {', '.join(map(repr, HANDLE_TYPES))}")
+    order = checked(order)
     refusals: list[tuple[str, str]] = []
-    for name in order:
+    for number, name in enumerate(order, 1):
         try:
             attempt(name)
-        except OutOfPhysicalMemory:
+        except (OutOfPhysicalMemory, DriverGone):
             raise
         except (UnsupportedError, DriverError) as error:
-            if isinstance(error, DriverError) and error.status not in _REFUSALS:
+            if isinstance(error, DriverError) and not _refused(error, last=number == len(order)):
                 raise
             refusals.append((name, str(error)))
         else:
@@ -41,3 +53,9 @@ def choose(order: Sequence[str], attempt: Callable[[str], None]) -> tuple[str, t
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
     advice = "" if "none" in order else ". Add 'none' to the list"
     raise UnsupportedError(f"none of the handle types asked for can be had here: {reasons}{advice}")
+
+
+def _refused(error: DriverError, *, last: bool) -> bool:
+    if error.call == "release":  # memory could be made, and now it is lost
+        return False
+    return error.status in _REFUSALS if last else error.status != NOT_INITIALIZED

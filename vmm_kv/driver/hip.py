@@ -6,6 +6,7 @@ Nothing of the binding is imported, and no runtime is looked for, before a devic
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from vmm_kv.driver import DeviceProperties, Driver, MemoryTraits, Quirks, Span, 
 from vmm_kv.driver.failures import OUT_OF_MEMORY, failure, refuse_forked_child
 from vmm_kv.driver.hip_binding import HipBinding
 from vmm_kv.errors import DriverError, UnsupportedError
+from vmm_kv.interrupts import deferred
 
 PRIMITIVES = (
     "reserve", "free_address", "create", "release", "map", "unmap", "set_access", "get_access", "mem_info", "zero",
@@ -31,7 +33,8 @@ class Bug:
 
     quirk: str
     first: tuple[int, int]
-    fixed: tuple[int, int]
+    fixed: tuple[int, int] | None
+    """None: in no version that is known."""
     source: str
 
 
@@ -42,13 +45,16 @@ BUGS = (
     Bug("single_unmap", (0, 0), (7, 0), "ROCm/ROCR-Runtime #285"),
     # B4: memory that was released returns only when the addresses that it lay at are freed.
     Bug("memory_with_addresses", (6, 4), (7, 14), "ROCm/hip #3781, ROCm/rocm-systems #4363, vLLM #37533 and #46203"),
+    # B13: a memset fills one memory object, and to it every mapping is one. Beyond its end it is at best refused.
+    Bug("single_memset", (0, 0), None, "ROCm/clr hipamd/src/hip_memory.cpp, ihipMemsetCommand and getMemoryObject"),
 )
 
 
 def quirks_of(version: int) -> Quirks:
     """Quirks of the HIP version `major * 10000000 + minor * 100000 + patch`, as `hipRuntimeGetVersion` gives it."""
     release = version // 10_000_000, version // 100_000 % 100
-    return Quirks(**{bug.quirk: True for bug in BUGS if bug.first <= release < bug.fixed})
+    found = [bug.quirk for bug in BUGS if bug.first <= release and (bug.fixed is None or release < bug.fixed)]
+    return Quirks(**dict.fromkeys(found, True))
 
 
 class HipDriver(Driver):
@@ -74,7 +80,8 @@ class HipDriver(Driver):
         least_granule: int = 2 << 20,
         current_stream: Callable[[], int] | None = None,
     ) -> None:
-        self.index = index
+        self.index = index = operator.index(index)
+        self._padded: dict[int, Span] = {}  # by the base that was handed out: base and size of the whole
         self._pid = os.getpid()
         self._current_stream = current_stream if current_stream is not None else lambda: 0
         self._counting = threading.Lock()
@@ -151,23 +158,46 @@ class HipDriver(Driver):
     def scope(self) -> Iterator[None]:
         # The current device matters: memory is made on it, whatever the allocation's location says (G3).
         refuse_forked_child(self.name, self._pid)
-        with self._binding.current(self.index, self.name), self._binding.relaxed_capture(self.name):
+        binding, where = self._binding, self.name
+        with deferred(), binding.current(self.index, where), binding.relaxed_capture(where):
             yield
 
     # Primitives.
 
     def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
         # By itself a runtime aligns to the granule that it reports, which may be too small (B7).
-        status, base = self._primitive(
-            "reserve", self._api.hipMemAddressReserve, size, alignment or self.granule, hint or None, 0
-        )
+        asked = alignment or self.granule
+        step = max(asked, self.granule)
+        function = self._api.hipMemAddressReserve
+        status, base = self._primitive("reserve", function, size, asked, hint or None, 0)
+        if not status and int(base) % step:
+            status, base = self._reserve_padded(int(base), size, step)
         if status:
             raise self._failure("reserve", status, f"{size} bytes of addresses")
         return int(base)
 
-    def free_address(self, base: int, size: int) -> None:
-        status, _ = self._primitive("free_address", self._api.hipMemAddressFree, base, size)
+    def _reserve_padded(self, askew: int, size: int, step: int) -> tuple[int, int]:
+        """Where the runtime does not look at the alignment (against R2): the aligned part of a larger reservation.
+
+        Part of the same `reserve`, for its failures and for who counts the calls.
+        """
+        ask, api = self._binding.ask, self._api
+        status, _ = ask(api.hipMemAddressFree, askew, size)
         if status:
+            return status, 0
+        status, start = ask(api.hipMemAddressReserve, size + step, step, None, 0)
+        if status:
+            return status, 0
+        base = -(-int(start) // step) * step
+        self._padded[base] = int(start), size + step
+        return 0, base
+
+    def free_address(self, base: int, size: int) -> None:
+        padded = self._padded.pop(base, None)  # first: once it is free, another thread may get the same base
+        status, _ = self._primitive("free_address", self._api.hipMemAddressFree, *(padded or (base, size)))
+        if status:
+            if padded:
+                self._padded[base] = padded
             raise self._failure("free_address", status, f"{size} bytes at {base:#x}")
 
     def create(self, size: int) -> int:

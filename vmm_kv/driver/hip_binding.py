@@ -17,8 +17,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vmm_kv.driver.binding import broken, load, restore
 from vmm_kv.driver.failures import DEINITIALIZED, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, failure
 from vmm_kv.errors import StateError, UnsupportedError
+
+_PACKAGE = "hip-python>=6.4"
+_NEEDED = (
+    "hipGetDeviceCount", "hipRuntimeGetVersion", "hipDriverGetVersion", "hipDeviceGetAttribute", "hipDeviceGetName",
+    "hipDeviceTotalMem", "hipDeviceGetUuid", "hipDeviceGetPCIBusId", "hipGetDevice", "hipSetDevice",
+    "hipDeviceSynchronize", "hipStreamCreateWithFlags", "hipStreamSynchronize", "hipMemGetAllocationGranularity",
+    "hipMemAddressReserve", "hipMemAddressFree", "hipMemCreate", "hipMemRelease", "hipMemMap", "hipMemUnmap",
+    "hipMemSetAccess", "hipMemGetAccess", "hipMemGetInfo", "hipMemsetD8Async", "hipError_t",
+)  # fmt: skip
 
 _NO_DEVICE = 100
 _RELAXED = 2
@@ -31,12 +41,18 @@ _streams_lock = threading.Lock()
 
 
 def _import_binding() -> Any:
+    def load_module() -> Any:
+        module = importlib.import_module("hip")
+        if not hasattr(module, "hip"):
+            raise ModuleNotFoundError("another package is called hip", name="hip.hip")
+        return module.hip
+
     try:
-        return importlib.import_module("hip").hip
-    except (ImportError, AttributeError) as error:  # another package of that name has no such attribute
+        return load(_PACKAGE, "hip", load_module, _NEEDED)
+    except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"ROCm devices need AMD's binding, which cannot be imported ({error}): "
-            "pip install 'hip-python>=6.4', or vmm-kv[rocm]"
+            f"pip install '{_PACKAGE}', or vmm-kv[rocm]"
         ) from error
 
 
@@ -107,7 +123,7 @@ class HipBinding:
     def versions(self) -> dict[str, str]:
         driver = int(self._checked("hip", "device", "the driver's version", self.api.hipDriverGetVersion))
         return {
-            "binding": importlib.metadata.version("hip-python"),
+            "binding": _installed("hip-python"),
             "driver": version_text(driver),
             "runtime": version_text(self.version("hip")),
         }
@@ -189,9 +205,14 @@ class HipBinding:
                 )
             return _streams[index]
 
+    # The two below leave nothing behind if signals are deferred, as they are in a scope.
+
     @contextmanager
     def current(self, index: int, where: str) -> Iterator[None]:
-        """Makes the device current for the calling thread; where it is already, does nothing."""
+        """Makes the device current for the calling thread; where it is already, does nothing.
+
+        Leaving it raises no error, see `restore`.
+        """
         before = int(self._checked(where, "device", "the current one", self.api.hipGetDevice))
         if before == index:
             yield
@@ -200,16 +221,21 @@ class HipBinding:
         try:
             yield
         finally:
-            self._checked(where, "device", f"device {before} to be current again", self.api.hipSetDevice, before)
+            asked = f"device {before} to be current again"
+            restore(where, asked, lambda: self._checked(where, "device", asked, self.api.hipSetDevice, before))
 
     @contextmanager
     def relaxed_capture(self, where: str) -> Iterator[None]:
-        """Lets the thread make calls that a capture going on elsewhere in the process would forbid it."""
+        """Lets the thread make calls that a capture going on elsewhere in the process would forbid it.
+
+        Leaving it raises no error, see `restore`.
+        """
         before = self._swap_capture_mode(where, "the relaxed mode", _RELAXED)
         try:
             yield
         finally:
-            self._swap_capture_mode(where, "the mode before it", before)
+            asked = "the thread's capture mode before"
+            restore(where, asked, lambda: self._swap_capture_mode(where, asked, before))
 
     def _swap_capture_mode(self, where: str, asked: str, mode: int) -> int:
         swapped = ctypes.c_int(mode)
@@ -233,7 +259,13 @@ def _c_functions(api: Any) -> tuple[Callable[[int], int], Callable[[int, int], i
     layer = _C_LAYERS.get(api.__name__)
     if layer is None:
         raise UnsupportedError("this version of hip-python is not known here: pip install 'hip-python>=6.4,<11'")
-    table = importlib.import_module(layer).__pyx_capi__
+    try:
+        return _from_table(importlib.import_module(layer).__pyx_capi__)
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise broken(_PACKAGE, f"its C layer {layer} is not what it should be: {error!r}") from error
+
+
+def _from_table(table: dict[str, Any]) -> tuple[Callable[[int], int], Callable[[int, int], int]]:
     pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
@@ -248,6 +280,13 @@ def _c_functions(api: Any) -> tuple[Callable[[int], int], Callable[[int, int], i
         function("hipThreadExchangeStreamCaptureMode", b"enum hipStreamCaptureMode *", pointer),
         function("hipStreamIsCapturing", b"hipStream_t, enum hipStreamCaptureStatus *", pointer, pointer),
     )
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except (importlib.metadata.PackageNotFoundError, KeyError):  # its files are there, what pip wrote of them is not
+        return "unknown"
 
 
 def version_text(number: int) -> str:

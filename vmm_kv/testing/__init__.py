@@ -10,14 +10,17 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
+from vmm_kv import gpu_drivers
 from vmm_kv.errors import UnsupportedError
-from vmm_kv.testing.emulation import EmulatedModel
+from vmm_kv.testing.emulation import MOST_DEVICES, EmulatedModel, check_granularities, check_number
 
-__all__ = ["EmulatedModel", "load_cuda", "load_hip"]
+__all__ = ["MOST_DEVICES", "EmulatedModel", "load_cuda", "load_hip"]
 
 _CUDA, _HIP = "libcuda.so.1", "libamdhip64.so"
 _DRIVER_NAMES = ("libcuda.so", "libamdhip64.so")
@@ -35,7 +38,8 @@ def load_cuda(
 
     `granule` is the minimum granularity in bytes, `recommended` the recommended one (the same by default). Where the
     library is in place already, its devices are replaced.
-    Raises `UnsupportedError` beside a GPU build of torch or a real driver, ValueError for devices that cannot be.
+    Raises `UnsupportedError` beside a GPU build of torch or a real driver, ValueError for devices that cannot be; it
+    has changed nothing then.
     """
     return _fresh_model(_CUDA, devices, budget, granule, recommended)
 
@@ -45,12 +49,15 @@ def load_hip(
 ) -> EmulatedModel:
     """Puts the emulated `libamdhip64.so` in place for hip-python; else as `load_cuda`.
 
-    Sets `ROCM_PATH` to the folder of this package: hip-python looks there before it asks for the library by name.
+    Makes the binding's first call, with `ROCM_PATH` set meanwhile to the folder that the library lies in.
     """
     return _fresh_model(_HIP, devices, budget, granule, recommended)
 
 
 def _fresh_model(name: str, devices: int, budget: int, granule: int, recommended: int | None) -> EmulatedModel:
+    check_number("devices", devices, 1, MOST_DEVICES)
+    check_number("budget", budget, 1)
+    check_granularities(granule, recommended)
     path = _library_path(name)
     if name not in _loaded:
         _refuse_gpu_torch()
@@ -58,10 +65,28 @@ def _fresh_model(name: str, devices: int, budget: int, granule: int, recommended
         _refuse_drivers_that_would_be_found(name)
         _loaded[name] = ctypes.CDLL(str(path))
     if name == _HIP:
-        os.environ["ROCM_PATH"] = str(path.parent.parent)
+        with suppress(Exception):  # whoever opens a device is told what is wrong with the binding
+            _lead_binding_to(path.parent.parent)
     model = EmulatedModel(_loaded[name], path)
     model.reset([budget] * devices, granule, recommended)
     return model
+
+
+@cache
+def _lead_binding_to(rocm: Path) -> None:
+    """hip-python looks under ROCM_PATH before it asks for the library by name: once, at the first call of all.
+
+    The variable is not left set, since processes that are started later would take the folder for a ROCm.
+    """
+    before = os.environ.get("ROCM_PATH")
+    os.environ["ROCM_PATH"] = str(rocm)
+    try:
+        gpu_drivers.count("hip")
+    finally:
+        if before is None:
+            del os.environ["ROCM_PATH"]
+        else:
+            os.environ["ROCM_PATH"] = before
 
 
 def _library_path(name: str) -> Path:
@@ -97,6 +122,8 @@ def _refuse_drivers_that_would_be_found(name: str) -> None:
         if path.exists() and not _is_ours(path):
             raise UnsupportedError(f"a real driver library would be found: {path}. Emulated drivers are for machines "
                                    "without one")  # fmt: skip
+    if _library_path(name).resolve() in loaded_libraries():
+        return  # somebody came upon ours without a loader: the name stands for it already
     try:
         ctypes.CDLL(name)
     except OSError:

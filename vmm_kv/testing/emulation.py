@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
+
+from vmm_kv.errors import StateError
+
+MOST_DEVICES = 32
 
 _PRIMITIVES = (
     "reserve",
@@ -20,6 +26,7 @@ _PRIMITIVES = (
 )
 _OTHER_CALLS = ("init", "device", "context", "stream", "capture_mode")
 _LIVE = ("handles", "mappings", "reservations")
+_MOST = 2**63 - 1
 _UNKNOWN_SWITCH = -(2**63)
 
 _u64, _i64, _int, _text = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p
@@ -41,13 +48,35 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
+def check_number(name: str, number: int, least: int, most: int = _MOST) -> None:
+    """Raises ValueError unless it is a whole number from `least` to `most`: C would take it modulo 2**64."""
+    if not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(f"{name} is {number!r}: it must be a whole number from {least} to {most}")
+
+
+def check_granularities(granule: int, recommended: int | None) -> None:
+    """Raises ValueError unless a device can have them: see `EmulatedModel.reset`."""
+    page = os.sysconf("SC_PAGESIZE")
+    check_number("granule", granule, page)
+    if granule & (granule - 1):
+        raise ValueError(f"granule is {granule}: it must be a power of two and a multiple of the page, {page} bytes")
+    if recommended is None:
+        return
+    check_number("recommended", recommended, granule)
+    if recommended % granule:
+        raise ValueError(f"recommended is {recommended}: it must be a multiple of the granule, {granule} bytes")
+
+
 class EmulatedModel:
     """The devices behind an emulated driver library, seen from beside the driver. Nothing here is a driver call.
 
-    There is one set of devices in a library: `reset` replaces it for everybody. Sizes are bytes.
+    There is one set of devices in a library: `reset` replaces it for everybody. A model of devices that another has
+    replaced still reads the books, which are those of the new devices; it takes nothing from them and sets nothing on
+    them (StateError), and what it gives back was never theirs. Sizes are bytes.
     """
 
     library: Path
+    _latest: ClassVar[dict[Path, EmulatedModel]] = {}
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.library = path
@@ -59,16 +88,20 @@ class EmulatedModel:
 
     def reset(self, budgets: Sequence[int], granule: int = 2 << 20, recommended: int | None = None) -> None:
         """Fresh devices; faults, switches, counters and seal as after loading. What was reserved and mapped stays in
-        the process, unknown to the new devices. ValueError for devices that cannot be."""
+        the process, unknown to the new devices.
+
+        budgets: bytes of each device, 1 to 32 of them. granule: bytes, a power of two and a multiple of the host page.
+        recommended: the granularity that is recommended, a multiple of the granule; None: the granule.
+        ValueError for devices that cannot be: nothing has changed then."""
+        check_number("the number of budgets", len(budgets), 1, MOST_DEVICES)
+        for device, budget in enumerate(budgets):
+            check_number(f"budgets[{device}]", budget, 1)
+        check_granularities(granule, recommended)
         array = (_u64 * len(budgets))(*budgets)
         status = self._calls["reset"](len(budgets), array, granule, granule if recommended is None else recommended)
-        if status == 1:
-            raise ValueError(
-                f"{len(budgets)} devices with a granule of {granule} bytes: 1 to 32 devices are possible, and a "
-                "granule is a power of two and a multiple of the host page"
-            )
         if status:
             raise MemoryError("the pool file of the emulated devices cannot be made")
+        self._latest[self.library] = self
         self.devices = len(budgets)
         self.granule = granule
 
@@ -76,10 +109,15 @@ class EmulatedModel:
 
     def charge(self, device: int, size: int) -> int:
         """Takes bytes from the budget: 0, or 2 and nothing taken."""
+        check_number("size", size, 0)
+        self._refuse_if_replaced()
         return int(self._calls["charge"](device, size))
 
     def credit(self, device: int, size: int) -> int:
         """Gives charged bytes back: 0, or 1 where fewer are charged and nothing given back."""
+        check_number("size", size, 0)
+        if self._replaced:
+            return 0
         return int(self._calls["credit"](device, size))
 
     # Readings.
@@ -138,12 +176,12 @@ class EmulatedModel:
     def fail(self, call: str, nth: int, status: int) -> None:
         """Arms one fault: the nth call from now (1 is the next) of `call`, or of any primitive with `"any"`, answers
         `status` and does nothing. The calls of `other_calls` can be made to fail by name.
-        ValueError for an unknown name, nth below 1 or status 0."""
+        ValueError for an unknown name, nth below 1 or status 0, which is success."""
+        check_number("nth", nth, 1)
+        check_number("status", status, 1, 2**31 - 1)
+        self._refuse_if_replaced()
         if self._calls["fail"](call.encode(), nth, status):
-            raise ValueError(
-                f"the {nth}. {call!r} answering {status}: no primitive is called so, the next call is 1, or status 0 "
-                "is success and no fault"
-            )
+            raise ValueError(f"no call is named {call!r}")
 
     def clear_faults(self) -> None:
         self._calls["clear_faults"]()
@@ -156,13 +194,16 @@ class EmulatedModel:
         """Sets a switch, at any time, until the next reset. ValueError for an unknown one.
 
         0 or 1, 0 unless said: `poison`; `capturing` (a stream is being captured); `vmm_supported` (1); `rdma`;
-        `ignore_hint` (a reservation never lies where it was wished for); `integrated`; `deinitialized` (every call
-        answers 4); ROCm's bugs `quirk_access_from_first` (B1), `quirk_joint_unmap_busy` (B2),
-        `quirk_memory_with_addresses` (B4), `quirk_4k_granularity` (B7).
+        `ignore_hint` (a reservation never lies where it was wished for); `ignore_alignment` (one that lies elsewhere
+        than at its hint is a page off the alignment, where the granule is larger than a page); `integrated`;
+        `deinitialized` (every call answers 4); ROCm's bugs `quirk_access_from_first` (B1), `quirk_joint_unmap_busy`
+        (B2), `quirk_memory_with_addresses` (B4), `quirk_4k_granularity` (B7), `quirk_single_memset` (B13).
         Numbers: `fabric` (0: there is none; 1: the attribute says yes and create answers 800, as without an IMEX
         channel; 2: works); `driver_version`; `runtime_version`; `minimum_granularity` and `recommended_granularity`
         (what the query says).
         """
+        check_number("value", value, -_MOST)
+        self._refuse_if_replaced()
         if self._calls["set"](switch.encode(), value):
             raise ValueError(f"no switch is called {switch!r}")
 
@@ -171,6 +212,14 @@ class EmulatedModel:
         if value == _UNKNOWN_SWITCH:
             raise ValueError(f"no switch is called {switch!r}")
         return value
+
+    @property
+    def _replaced(self) -> bool:
+        return self._latest[self.library] is not self
+
+    def _refuse_if_replaced(self) -> None:
+        if self._replaced:
+            raise StateError(f"these emulated devices of {self.library.name} were replaced by others")
 
     def _known(self, device: int) -> None:
         if not 0 <= device < self.devices:

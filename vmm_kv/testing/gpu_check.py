@@ -3,7 +3,8 @@
     python -m vmm_kv.testing.gpu_check [--device cuda:0] [--output FILE] [--quick] [--only NAME ...] [--limit SECONDS]
 
 Takes at most three minutes, needs no network, and works with whatever torch and bindings are there; what they do not
-suffice for is skipped. Exit status 0 when nothing failed, 1 when something did, 2 when there is no GPU.
+suffice for is skipped. Exit status 0 when nothing failed, 1 when something did, 2 when no check ran: there is no GPU,
+the file cannot be written, or the time was up before the first. No file is written then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import math
 import os
 import sys
 import time
@@ -42,7 +44,11 @@ def missing(device: str) -> str | None:
     kind, _, index = device.partition(":")
     if kind not in gpu_drivers.KINDS or not (index or "0").isdecimal():
         return f"{device!r} is no GPU: it is cuda:0, hip:0 or the like"
-    if os.environ.get(emulated.VARIABLE):
+    try:
+        mode = emulated.mode()
+    except ValueError as error:
+        return str(error)
+    if mode:
         return f"{emulated.VARIABLE} is set, which stands for emulated drivers: unset it to check a real GPU"
     if importlib.util.find_spec("vmm_kv._native") is None:
         folder = Path(__file__).resolve().parents[2]
@@ -159,12 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not checks:
         print(f"gpu_check: no check is called {' or '.join(options.only)}", file=sys.stderr)
         return 2
+    if options.output and (reason := _unwritable(options.output)):
+        print(f"gpu_check: {reason}", file=sys.stderr)
+        return 2
     start = time.monotonic()
     results = run_checks(device, checks, quick=options.quick, limit=options.limit, tell=_progress)
     machine = gpu_report.machine_facts(device.partition(":")[0])
     seconds = round(time.monotonic() - start, 1)
     report = gpu_report.Report(device, options.quick, seconds, machine, tuple(results))
     gpu_report.show(report)
+    if not report.any_ran:
+        print("gpu_check: no check ran, so there is nothing to write", file=sys.stderr)
+        return 2
     if path := options.output or (None if options.only else gpu_report.default_path(report)):
         report.write(path)
         print(f"written to {path}")
@@ -179,8 +191,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="measure times on less memory")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a check, or a pattern; repeatable")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all (default: %(default)s)")
+    parser.add_argument("--limit", type=_seconds, default=LIMIT, help="seconds for all (default: %(default)s)")
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds: it must be above 0 and finite")
+    return seconds
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why a file cannot be written, known before minutes are spent on what goes into it. Leaves no file."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    if not there:
+        path.unlink()
+    return None
 
 
 def _wanted(check: Check, patterns: Sequence[str]) -> bool:

@@ -48,6 +48,10 @@ class Report:
         return any(result.outcome == "failed" for result in self.results)
 
     @property
+    def any_ran(self) -> bool:
+        return any(result.outcome not in ("skipped", "not run") for result in self.results)
+
+    @property
     def counts(self) -> dict[str, int]:
         return dict(Counter(result.outcome for result in self.results))
 

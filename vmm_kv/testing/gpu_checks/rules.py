@@ -183,6 +183,25 @@ def unmap(rig: Rig) -> None:
         rig.require(not freed, f"the addresses cannot be freed after a joint unmap: {freed}. It is B2")
 
 
+@check("rules.memset", "P2 B13", alone=True)
+def memset(rig: Rig) -> None:
+    """One memset that goes across the border of two mappings."""
+    granule, base = rig.granule, rig.reserve(2 * rig.granule)
+    for place in (0, 1):
+        rig.chunk(base + place * granule, granule)
+
+    def across() -> None:
+        with rig.driver.scope():
+            rig.driver.zero([(base + granule // 2, base + granule + granule // 2)])
+
+    status = status_of(across)
+    rig.say(f"across two mappings {status}")
+    if rig.driver.quirks.single_memset:
+        rig.expect("the quirk single_memset shows", status != 0, True)
+    else:
+        rig.require(not status, f"two mappings cannot be zeroed at once: {status}. It is B13")
+
+
 @check("rules.context", "G2", alone=True)
 def context(rig: Rig) -> None:
     """Which calls a thread may make without a current context."""

@@ -65,7 +65,9 @@ def _time_chunks(rig: Rig, size: int, count: int) -> dict[str, dict[str, float]]
         for place, handle in pairs:
             driver.map(place, size, handle)
         note("one set_access", [lambda: driver.set_access(base, size * count)])
-        note("zero all", [lambda: driver.zero([(base, base + size * count)])])
+        singly = rig.driver.quirks.single_memset
+        spans = [(place, place + size) for place in places] if singly else [(base, base + size * count)]
+        note("zero all", [lambda: driver.zero(spans)])
         if rig.driver.quirks.single_unmap:
             for place in places:
                 driver.unmap(place, size)
