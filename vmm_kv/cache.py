@@ -70,14 +70,13 @@ class KVCache(Figures):
         self._state = State.RESERVED
         self._blocks = 0
         self._version = 0
-        with deferred():
-            with self._on_device("reserve"):
-                # Whole alias chunks, so that an alias backing can cover every address.
-                reservation = Reservation(driver, -(-layout.nbytes // chunking.alias) * chunking.alias)
-                # At once, so that whatever fails from here on leaves the addresses to the graveyard.
-                self._holdings = Holdings(driver, reservation)
-                self._finalizer = weakref.finalize(self, bury, self._holdings)
-                self._finalizer.atexit = False
+        with deferred(), self._on_device("reserve"):
+            # Whole alias chunks, so that an alias backing can cover every address.
+            reservation = Reservation(driver, -(-layout.nbytes // chunking.alias) * chunking.alias)
+            # At once, so that whatever fails from here on leaves the addresses to the graveyard.
+            self._holdings = Holdings(driver, reservation)
+            self._finalizer = weakref.finalize(self, bury, self._holdings)
+            self._finalizer.atexit = False
         self._backing = Backing(driver, self._holdings, chunking, reservation.base, reservation.size)
         whole = byte_tensor(reservation, device.torch_device)
         self._tensors = {p.spec.name: placed_view(whole, p, layout.capacity) for p in layout.placements}
