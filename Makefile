@@ -42,6 +42,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/mapping.py
+	$(BIN)/vmm-kv bench startup --output benchmarks/results
 
 clean:
 	rm -rf .venv .venv-bindings build dist

@@ -67,34 +67,61 @@ class Decoder:
         self.embedding = self.head if config.tie_word_embeddings else self._matrix(vocab, hidden)
         self.cos, self.sin = self._rotary_tables()
 
-    def __call__(self, batch: Batch, kv: Sequence[Tensor]) -> Tensor:
+    def __call__(
+        self, batch: Batch, kv: Sequence[Tensor], *, last: int | None = None, condition: Tensor | None = None
+    ) -> Tensor:
         """One step: writes the new tokens' keys and values into `kv` (one tensor a layer, see `paging`).
 
-        Returns the logits of each sequence's last token, (B, vocab_size) float32.
+        Returns the logits of each sequence's last token, (B, vocab_size) float32, or of its `last` tokens,
+        (B, last, vocab_size). `condition`, (hidden_size,), is added to every token's embedding.
         """
-        # (B, T, 1, head_dim / 2): the same turn for every head.
-        cos, sin = (embedding(batch.positions, table).unsqueeze(2) for table in (self.cos, self.sin))
-        x = embedding(batch.tokens, self.embedding)
+        cos, sin = self.turns(batch)
+        x = self.embedded(batch, condition)
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = x + self._attention(layer, self._normed(x, layer.attention_norm), batch, cache, cos, sin)
-            gate, up = linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + linear(silu(gate) * up, layer.down)
-        return linear(self._normed(x[:, -1], self.norm), self.head).float()
+            x = self.after_attention(layer, x, self.attend(*self.before_attention(layer, x, cos, sin), batch, cache))
+        return self.logits(x[:, -1] if last is None else x[:, -last:])
 
-    def _attention(self, layer: Layer, x: Tensor, batch: Batch, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The parts of a step. What lies between two `attend` reads no cache, so it may be a graph of its own.
+
+    def turns(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T, 1, head_dim / 2): the same turn for every head."""
+        cos, sin = (embedding(batch.positions, table).unsqueeze(2) for table in (self.cos, self.sin))
+        return cos, sin
+
+    def embedded(self, batch: Batch, condition: Tensor | None = None) -> Tensor:
+        x = embedding(batch.tokens, self.embedding)
+        return x if condition is None else x + condition
+
+    def before_attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (B, T, heads, head_dim) each, the first two turned."""
+        heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        heads_of_all = linear(self._normed(x, layer.attention_norm), layer.qkv).view(*x.shape[:2], -1, dim)
+        query, key, value = torch.split(heads_of_all, [heads, kv_heads, kv_heads], dim=2)
+        return _turned(query, cos, sin), _turned(key, cos, sin), value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """Writes keys and values, and returns what each query finds, (B, T, heads * head_dim)."""
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
         b, t = batch.tokens.shape
-        heads_of_all = linear(x, layer.qkv).view(b, t, -1, dim)
-        query, key, value = torch.split(heads_of_all, [heads, kv_heads, kv_heads], dim=2)
-        paging.write(cache, batch.slots, _turned(key, cos, sin), value)
-        keys, values = paging.read(cache, batch.tables)
+        paging.write(cache, batch.slots, key, value)
+        keys, values = paging.read(cache, batch.tables, query.dtype)
         # The heads of a group share keys, so they and the tokens make one matrix: (B, kv_heads, T * group, dim).
-        query = _turned(query, cos, sin).view(b, t, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3)
+        query = query.view(b, t, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3)
         # With a table in order, the column is the position.
         seen = torch.arange(keys.shape[2], device=self.device) <= batch.positions.unsqueeze(-1)
         mask = seen.repeat_interleave(heads // kv_heads, dim=1).unsqueeze(1)
         mixed = scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        return linear(mixed.view(b, kv_heads, t, -1).transpose(1, 2).reshape(b, t, -1), layer.out)
+        return mixed.view(b, kv_heads, t, -1).transpose(1, 2).reshape(b, t, -1)
+
+    def after_attention(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+        """The rest of the layer."""
+        x = x + linear(mixed, layer.out)
+        gate, up = linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return x + linear(silu(gate) * up, layer.down)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., vocab_size) float32 of the last layer's outputs, (..., hidden_size)."""
+        return linear(self._normed(x, self.norm), self.head).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()

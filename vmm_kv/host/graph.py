@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from vmm_kv.errors import StateError
 from vmm_kv.host.memory import HostMemory
-from vmm_kv.host.operations import OperationMode, new_storages, out_overload, tensors, writes
+from vmm_kv.host.operations import OperationMode, mapped, new_storages, out_overload, tensors, writes
 from vmm_kv.host.pool import GraphPool
 
 aten = torch.ops.aten
@@ -117,18 +116,24 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with (
+            torch._C._DisableTorchDispatch()
+        ):  # nothing is charged in here, and asking each time takes most of the time
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_uncapturable(func, args, kwargs)
         result = func(*args, **kwargs)
         homes = {}
         for key, storage in new_storages(result, (args, kwargs)).items():
             homes[key] = self._pool.allocate(storage.nbytes())
             homes[key].copy_(storage)
-        args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
+        args, kwargs = mapped(self._twin, (args, kwargs))
         if not homes:
             if writes(func):
                 self.calls.append(partial(func._op, *args, **kwargs))
             return result  # of a view, or of an operation in place
-        result = tree_map_only(torch.Tensor, partial(_move, homes), result)
+        result = mapped(partial(_move, homes), result)
         if func._overloadpacket not in _UNWRITTEN:
             outputs = [self._twin(y) for y in tensors(result)]
             self.calls.append(_rerun(func, args, kwargs, outputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -34,15 +34,30 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # torch's default costs 25 us an operation, and an import of more than a second at the first
 
 
-def tensors(tree: object) -> Iterator[torch.Tensor]:
+def tensors(tree: object) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results, which nest in tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors(item)
-    elif isinstance(tree, dict):
-        yield from tensors(tuple(tree.values()))
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    found = []
+    for item in items:  # most are no nests: a call for each would take most of the time
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors(item)
+    return found
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same nest of arguments or results, each tensor changed. torch's own way to do it takes ten times as long."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, (tuple, list)):
+        items = [mapped(change, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: mapped(change, value) for key, value in tree.items()}
+    return tree
 
 
 def new_storages(result: object, inputs: object) -> dict[int, torch.UntypedStorage]:

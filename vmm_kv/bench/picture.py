@@ -1,0 +1,138 @@
+"""The comparison as a picture: where the device's memory goes, and what the start-up spends its time on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vmm_kv.bench.compare import Comparison
+from vmm_kv.bench.row import Known, Row
+from vmm_kv.bench.scenario import Scenario
+
+MIB = 1 << 20
+_KV, _GRAPHS, _STEP, _STRANDED, _OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "#c62f2f"
+_PHASES = {
+    "load": ("#b0b0b0", "load weights"),
+    "profile": ("#8a63b3", "profile run"),
+    "estimate": ("#c62f2f", "captures thrown away"),
+    "capture": ("#e08a1e", "captures kept"),
+    "worst step": ("#5a9e6f", "measured worst step"),
+    "kv": ("#2f6db3", "allocate or map the KV cache"),
+}
+_MAPPING = ("allocate KV", "reserve", "back", "commit")
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Writes a PNG. Raises `ImportError` without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    count = len(found.scenarios)
+    figure, axes = pyplot.subplots(
+        count,
+        2,
+        figsize=(17, 1.2 + 4.2 * count),
+        squeeze=False,
+        gridspec_kw={"width_ratios": (5, 4)},
+        layout="constrained",
+    )
+    for (memory, time), scenario in zip(axes, found.scenarios, strict=True):
+        _memory(memory, found, scenario)
+        _time(time, found, scenario)
+    handles = _legend(pyplot)
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=10, frameon=False)
+    emulated = " (EMULATED driver)" if found.emulated else ""
+    figure.suptitle(
+        "How the KV cache is sized around graphs: every strategy on the same engine, "
+        f"{found.scenarios[0].device}{emulated}\n"
+        "left: memory beside the weights, at the worst moment of serving; right: seconds of the start-up",
+        fontsize=13,
+    )
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
+    known, rows = found.known[scenario.ladder.name], found.of(scenario.ladder.name)
+    room = scenario.room / MIB
+    for place, row in enumerate(rows):
+        for start, length, colour, hatch in bar(row, known, room):
+            axis.barh(place, length, left=start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+        axis.text(1.01, place, _verdict(row), transform=axis.get_yaxis_transform(), va="center", fontsize=9,
+                  color="black" if row.outcome == "served" else _OVER)  # fmt: skip
+    axis.axvline(room, color="black", linewidth=1.5)
+    axis.annotate("end of the device", (room, -0.9), ha="right", va="bottom", fontsize=8, annotation_clip=False)
+    axis.set_yticks(range(len(rows)), [row.strategy for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, room * 1.16)
+    axis.set_xlabel("MiB")
+    axis.set_title(
+        f"{scenario.ladder.name}: {known.graphs} graphs keep {known.kept / MIB:.0f} MiB",
+        loc="left",
+        fontsize=11,
+        pad=14,
+    )
+
+
+def bar(row: Row, known: Known, room: float) -> list[tuple[float, float, str, str]]:
+    """(start, length, colour, hatch) of each part, MiB: what is needed at the worst moment, whether it is there or not.
+
+    What lies beyond the end of the device is what runs out; what is missing up to it is stranded.
+    """
+    step = row.transient if row.transient is not None else known.transient
+    parts = [
+        ((row.blocks or 0) * row.block_bytes / MIB, _KV),
+        (max(0, row.kept if row.kept is not None else known.kept) / MIB, _GRAPHS),
+        (min(step, known.transient) / MIB, _STEP),
+    ]
+    if row.outcome == "no room":
+        return [(0.0, room, _STRANDED, "xx")]
+    placed: list[tuple[float, float, str, str]] = []
+    start = 0.0
+    for length, colour in parts:
+        inside = max(0.0, min(length, room - start))
+        placed += [(start, inside, colour, ""), (start + inside, length - inside, _OVER, "//")]
+        start += length
+    placed.append((start, max(0.0, room - start), _STRANDED, ""))
+    return [part for part in placed if part[1] > 0]
+
+
+def _verdict(row: Row) -> str:
+    if row.outcome != "served":
+        where = (row.where or "").partition(":")[0]
+        return f"{row.outcome.upper()} in {where}"
+    tokens = f"{row.tokens_per_second:.0f} tokens/s" if row.tokens_per_second else ""
+    part = f"{row.stranded_part:+.1%} stranded" if row.stranded_part is not None else ""
+    return f"{tokens}, {part}"
+
+
+def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
+    rows = found.of(scenario.ladder.name)
+    for place, row in enumerate(rows):
+        start = 0.0
+        for name, seconds in row.phases.items():
+            kind = "kv" if name in _MAPPING else name
+            if kind in _PHASES:
+                axis.barh(place, seconds, left=start, color=_PHASES[kind][0], edgecolor="white", linewidth=0.3)
+                start += seconds
+        captures = f"{row.captures} captures" if row.outcome == "served" else f"ends here: {row.where}"
+        axis.text(start, place, f" {captures}", va="center", fontsize=8,
+                  color="black" if row.outcome == "served" else _OVER)  # fmt: skip
+    axis.set_yticks(range(len(rows)), [""] * len(rows))
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds since the process was ready")
+    axis.set_xlim(0, 1.75 * max((row.start_seconds for row in rows), default=1.0))
+    graphs = found.known[scenario.ladder.name].graphs
+    axis.set_title(f"start-up; the ladder needs {graphs} captures", loc="left", fontsize=11, pad=14)
+
+
+def _legend(pyplot: Any) -> Sequence[Any]:
+    memory = [
+        (_KV, "", "KV cache"), (_GRAPHS, "", "kept by graphs"), (_STEP, "", "worst step outside graphs"),
+        (_STRANDED, "", "stranded"), (_OVER, "//", "needed, and not there"),
+    ]  # fmt: skip
+    patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=c, hatch=h, label=f"memory: {n}") for c, h, n in memory]
+    return [*patches, *(pyplot.Rectangle((0, 0), 1, 1, facecolor=c, label=f"time: {n}") for c, n in _PHASES.values())]
