@@ -46,7 +46,7 @@ def test_without_options_everything_is_run(runs: Runs, capsys: pytest.CaptureFix
     assert [scenario.ladder for scenario in runs.scenarios] == list(LADDERS)
     assert {scenario.device for scenario in runs.scenarios} == {"host:2GiB"}
     assert list(runs.names) == list(NAMES) and len(NAMES) >= 13
-    assert len({name for name in NAMES}) == len(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
 
 
 def test_what_is_asked_for_is_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

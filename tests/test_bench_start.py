@@ -12,6 +12,7 @@ from bench_small import LADDERS, MIB, measured, row, scenario
 
 from vmm_kv.bench import strategies
 from vmm_kv.bench.row import Known
+from vmm_kv.bench.worker import _shortage
 from vmm_kv.fingerprint import PinError
 
 
@@ -125,3 +126,15 @@ def test_flat_figures_follow_the_room() -> None:
     assert strategies.make("FlatPerGraph", 0).name.endswith("(1.00 MiB)")
     with pytest.raises(ValueError, match="'Guess' is no strategy: Oracle, ReserveThenMap"):
         strategies.make("Guess", room)
+
+
+def test_a_shortage_is_seen_behind_the_error_that_closing_a_capture_raises() -> None:
+    shortage = torch.OutOfMemoryError("none left")
+    try:
+        try:
+            raise shortage
+        finally:
+            raise RuntimeError("the capture is invalid")
+    except RuntimeError as error:
+        assert _shortage(error) is shortage
+    assert _shortage(RuntimeError("shapes differ")) is None

@@ -11,7 +11,7 @@ from vmm_kv.bench.row import Known, Row
 from vmm_kv.bench.scenario import Scenario
 
 MIB = 1 << 20
-_KV, _GRAPHS, _STEP, _STRANDED, _OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "#c62f2f"
+KV, GRAPHS, STEP, STRANDED, OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "#c62f2f"
 _PHASES = {
     "load": ("#b0b0b0", "load weights"),
     "profile": ("#8a63b3", "profile run"),
@@ -62,7 +62,7 @@ def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
         for start, length, colour, hatch in bar(row, known, room):
             axis.barh(place, length, left=start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
         axis.text(1.01, place, _verdict(row), transform=axis.get_yaxis_transform(), va="center", fontsize=9,
-                  color="black" if row.outcome == "served" else _OVER)  # fmt: skip
+                  color="black" if row.outcome == "served" else OVER)  # fmt: skip
     axis.axvline(room, color="black", linewidth=1.5)
     axis.annotate("end of the device", (room, -0.9), ha="right", va="bottom", fontsize=8, annotation_clip=False)
     axis.set_yticks(range(len(rows)), [row.strategy for row in rows], fontsize=9)
@@ -84,19 +84,19 @@ def bar(row: Row, known: Known, room: float) -> list[tuple[float, float, str, st
     """
     step = row.transient if row.transient is not None else known.transient
     parts = [
-        ((row.blocks or 0) * row.block_bytes / MIB, _KV),
-        (max(0, row.kept if row.kept is not None else known.kept) / MIB, _GRAPHS),
-        (min(step, known.transient) / MIB, _STEP),
+        ((row.blocks or 0) * row.block_bytes / MIB, KV),
+        (max(0, row.kept if row.kept is not None else known.kept) / MIB, GRAPHS),
+        (min(step, known.transient) / MIB, STEP),
     ]
     if row.outcome == "no room":
-        return [(0.0, room, _STRANDED, "xx")]
+        return [(0.0, room, STRANDED, "xx")]
     placed: list[tuple[float, float, str, str]] = []
     start = 0.0
     for length, colour in parts:
         inside = max(0.0, min(length, room - start))
-        placed += [(start, inside, colour, ""), (start + inside, length - inside, _OVER, "//")]
+        placed += [(start, inside, colour, ""), (start + inside, length - inside, OVER, "//")]
         start += length
-    placed.append((start, max(0.0, room - start), _STRANDED, ""))
+    placed.append((start, max(0.0, room - start), STRANDED, ""))
     return [part for part in placed if part[1] > 0]
 
 
@@ -120,7 +120,7 @@ def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
                 start += seconds
         captures = f"{row.captures} captures" if row.outcome == "served" else f"ends here: {row.where}"
         axis.text(start, place, f" {captures}", va="center", fontsize=8,
-                  color="black" if row.outcome == "served" else _OVER)  # fmt: skip
+                  color="black" if row.outcome == "served" else OVER)  # fmt: skip
     axis.set_yticks(range(len(rows)), [""] * len(rows))
     axis.invert_yaxis()
     axis.set_xlabel("seconds since the process was ready")
@@ -131,8 +131,8 @@ def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
 
 def _legend(pyplot: Any) -> Sequence[Any]:
     memory = [
-        (_KV, "", "KV cache"), (_GRAPHS, "", "kept by graphs"), (_STEP, "", "worst step outside graphs"),
-        (_STRANDED, "", "stranded"), (_OVER, "//", "needed, and not there"),
+        (KV, "", "KV cache"), (GRAPHS, "", "kept by graphs"), (STEP, "", "worst step outside graphs"),
+        (STRANDED, "", "stranded"), (OVER, "//", "needed, and not there"),
     ]  # fmt: skip
     patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=c, hatch=h, label=f"memory: {n}") for c, h, n in memory]
     return [*patches, *(pyplot.Rectangle((0, 0), 1, 1, facecolor=c, label=f"time: {n}") for c, n in _PHASES.values())]

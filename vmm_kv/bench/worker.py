@@ -42,12 +42,15 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
         row.oracle_blocks = known.blocks
         try:
             _start(start, name, task, known)
-        except (torch.OutOfMemoryError, OutOfPhysicalMemory) as error:
-            row.outcome = "out of memory"
-            row.where, row.error_text = start.where(), str(error).splitlines()[0]
         except BudgetError as error:
             row.outcome = "no room"
             row.where, row.error_text = start.where(), str(error).splitlines()[0]
+        except (RuntimeError, OutOfPhysicalMemory) as error:
+            shortage = _shortage(error)
+            if shortage is None:
+                raise
+            row.outcome = "out of memory"
+            row.where, row.error_text = start.where(), str(shortage).splitlines()[0]
         if not row.graphs:
             start.counted()
         if row.kept is None:
@@ -61,6 +64,13 @@ def _start(start: Start, name: str, task: Mapping[str, Any], known: Known) -> No
         start.guess(name, Path(task["plan"]) if task.get("plan") else None, known)
     else:
         start.reserve_then_map(name, Path(task["save"]) if task.get("save") else None)
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """What says that memory ran out. A capture that it ends on a GPU raises once more when it is closed."""
+    while error is not None and not isinstance(error, (torch.OutOfMemoryError, OutOfPhysicalMemory)):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def main() -> int:
