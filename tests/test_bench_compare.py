@@ -129,7 +129,7 @@ def test_strategies_run_in_processes_of_their_own_and_one_that_crashes_is_a_row(
 
 def test_a_measuring_run_that_fails_ends_the_comparison() -> None:
     with pytest.raises(
-        VmmError, match=r"decode: the measuring run: the process ended with status 1: ValueError: device .abacus:0."
+        VmmError, match=r"the measuring run: the process ended with status 1: ValueError: device .abacus:0."
     ):
         compare([scenario(device="abacus:0")], (), pairs=0)
 
