@@ -96,3 +96,13 @@ def test_the_script_is_the_command() -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "startup.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--utilization" in done.stdout
+
+
+def test_a_folder_that_cannot_be_is_seen_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Runs(comparison())
+    monkeypatch.setattr(comparing, "compare", runs)
+    (tmp_path / "file").write_text("")
+    assert cli.main(["bench", "startup", "--output", str(tmp_path / "file")]) == 1
+    assert runs.scenarios == () and "file" in capsys.readouterr().err

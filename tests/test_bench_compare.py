@@ -89,13 +89,20 @@ def test_negative_samples_have_a_table_of_their_own() -> None:
 
 
 def test_a_bar_goes_beyond_the_end_where_memory_ran_out() -> None:
-    inside = picture.bar(made(), KNOWN, 130.0)
-    assert [round(length) for _, length, _, _ in inside] == [90, 20, 10, 10]
-    assert inside[-1][2] == picture.STRANDED
-    beyond = picture.bar(FAILED, KNOWN, 130.0)
-    assert sum(length for _, length, _, _ in beyond) == pytest.approx(160, abs=0.1)
-    assert sum(float(length) for _, length, colour, _ in beyond if colour == picture.OVER) == pytest.approx(30, abs=0.1)
-    assert picture.bar(made(outcome="no room"), KNOWN, 130.0)[0][:2] == (0.0, 130.0)
+    """30 MiB beside the weights of a device of 128, of which the engine's buffers take 2."""
+    of = scenario(room=30 * MIB)
+    known = replace(KNOWN, weights=100 * MIB, kept=4 * MIB, transient=3 * MIB, capture_peak=9 * MIB)
+    fits = made(blocks=150, kept=4 * MIB)
+    assert [round(length) for _, length, _, _ in picture.bar(fits, known, of)] == [2, 15, 4, 3, 6]
+    assert [colour for _, _, colour, _ in picture.bar(fits, known, of)] == [
+        picture.BUFFERS, picture.KV, picture.GRAPHS, picture.STEP, picture.STRANDED,
+    ]  # fmt: skip
+    beyond = picture.bar(replace(fits, blocks=240), known, of)
+    assert sum(length for _, length, colour, _ in beyond if colour == picture.OVER) == pytest.approx(3, abs=0.1)
+    # A cache that is there before the captures leaves their warm-ups the rest: 9 MiB are more than 4 + 3.
+    before = picture.bar(replace(fits, phases={"allocate KV": 1.0}), known, of)
+    assert [round(length) for _, length, _, _ in before] == [2, 15, 4, 3, 2, 4]
+    assert picture.bar(made(outcome="no room"), known, of)[0][:2] == (0.0, 30.0)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
@@ -115,11 +122,11 @@ def test_strategies_run_in_processes_of_their_own_and_one_that_crashes_is_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    names = (strategies.OURS, strategies.PLAN, "NoReserve", "There is none")
+    names = (strategies.OURS, strategies.PLAN, "There is none")
     found = compare([scenario()], names, pairs=1, tell=said.append)
-    assert [row.outcome for row in found.rows] == ["served", "served", "out of memory", "failed"]
+    assert [row.outcome for row in found.rows] == ["served", "served", "failed"]
     assert found.rows[1].error == 0
-    assert found.rows[3].error_text is not None and "'There is none' is no strategy" in found.rows[3].error_text
+    assert found.rows[2].error_text is not None and "'There is none' is no strategy" in found.rows[2].error_text
     assert (found.device, found.emulated, found.pair_ladder) == ("host:0 (host)", False, "decode")
     (pair,) = found.pairs
     assert {"capture", "commit"} <= set(pair.ours) and {"estimate", "capture"} <= set(pair.full)
@@ -143,7 +150,8 @@ def test_a_pair_that_fails_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build")
 def test_the_same_runs_on_an_emulated_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMM_KV_TESTING", "1")
-    found = compare([scenario(device="cuda:0:128MiB")], (strategies.ORACLE, strategies.OURS, strategies.FULL), pairs=0)
-    assert [row.outcome for row in found.rows] == ["served"] * 3
+    found = compare([scenario(device="cuda:0:128MiB")], (strategies.OURS, "NoReserve"), pairs=0)
+    ours, optimistic = found.rows
     assert found.emulated and found.device.startswith("cuda:0 (")
-    assert found.rows[1].captures == found.rows[1].graphs == 3 and found.rows[2].captures == 6
+    assert ours.outcome == "served" and ours.captures == ours.graphs == 3
+    assert optimistic.outcome == "out of memory" and str(optimistic.error_text).startswith("cuda:0 is out of memory")

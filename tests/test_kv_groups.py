@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -291,6 +292,12 @@ def test_largest_request_is_the_brute_force(cache: Cache, blocks: int) -> None:
     if largest:
         assert holds(cache, blocks, largest)
     assert not holds(cache, blocks, largest + 1) or (cache._reserved_lengths() and largest == reach)
+
+
+def test_a_ring_held_for_short_requests_does_not_bound_the_tokens_of_all() -> None:
+    groups = (Group("full", 4), Group("ring", 1, kind="window", window=2, requests=2))
+    cache = Cache(groups, max_model_len=1)
+    assert (cache.largest_request(2), cache.concurrency(2, 1), cache.tokens(2)) == (1, Fraction(2), 2)
 
 
 @given(any_cache(), st.integers(1, 60))

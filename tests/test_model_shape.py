@@ -386,3 +386,16 @@ def test_what_is_implied_of_a_model_type_is_what_its_class_does(key: str) -> Non
         if implied != shape_of(of_class).groups():
             wrong.append(name)
     assert not wrong
+
+
+def test_what_a_layer_is_said_to_have_is_an_object() -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    with pytest.raises(ValueError, match="per_layer_config of layer 0 must be an object, got 5"):
+        from_values({"model_type": "llama", **sizes, "per_layer_config": {"0": 5}})
+
+
+def test_keys_that_are_given_are_never_replaced_by_those_of_a_nested_class() -> None:
+    pytest.importorskip("transformers")
+    given = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    with pytest.raises(ValueError, match="layer_types names 26 layers, num_hidden_layers is 32"):
+        from_values({"model_type": "gemma3", **given, "head_dim": 128})

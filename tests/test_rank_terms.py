@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vmm_kv.kv_groups import Group
 from vmm_kv.rank_terms import Rank, Term, TermKind
 
 
@@ -38,3 +39,11 @@ def test_held(kind: TermKind, held: int) -> None:
 def test_consistent(total: int, free: int | None, good: bool) -> None:
     """C42: never a budget from a pair with more free than there is."""
     assert Rank(total, free=free).consistent is good
+
+
+def test_a_kind_that_is_none_is_refused() -> None:
+    """A term of a mistyped kind would be shown and never subtracted."""
+    with pytest.raises(ValueError, match="'permanant' is no kind: permanent, transient"):
+        Term("weights", 1, "permanant")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'nope' is no kind: full, window, state"):
+        Group("full", 16, kind="nope")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 GroupKind = Literal["full", "window", "state"]
 
@@ -47,6 +47,8 @@ class Group:
     """Equal runs of memory that it lies in, each rounded up to granules: 1 if packed, 2 a layer if K and V are not."""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(GroupKind):
+            raise ValueError(f"group {self.name!r}: {self.kind!r} is no kind: {', '.join(get_args(GroupKind))}")
         at_least = {"bytes_per_block": 0, "bytes_per_request": 0, "block_size": 1, "context_parallel": 1, "segments": 1}
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -187,9 +189,12 @@ class Cache:
 
     def largest_request(self, blocks: int) -> int | None:
         """Tokens of the longest request that all the blocks together hold; None if nothing bounds its length."""
+        return self._longest(blocks, self._reserved_lengths())
+
+    def _longest(self, blocks: int, reach: list[int]) -> int | None:
         counts = [(pool, self.pool_blocks(pool, blocks)) for pool in self.pools]
         full = [count * g.span for pool, count in counts for g in pool.groups if g.kind == "full"]
-        full += self._reserved_lengths()
+        full += reach
         if not full and all(pool.need(None) <= count for pool, count in counts):
             return None
         # Without a group that grows nothing changes any more above the longest window.
@@ -210,12 +215,13 @@ class Cache:
     def tokens(self, blocks: int) -> int | None:
         """Tokens that the blocks hold.
 
-        Where no request has a fixed cost, that is what one request could hold. Else it depends on the length: counted
-        for requests of `max_model_len`, in fractions of them; without that, what one could hold. None: no bound.
+        Where no request has a fixed cost, that is what one request could hold, were it not for what is held from the
+        start for shorter ones. Else it depends on the length: counted for requests of `max_model_len`, in fractions of
+        them; without that, what one could hold. None: no bound.
         """
         drawing = [g for pool in self.pools for g in pool.groups]
         if self.max_model_len is None or all(g.kind == "full" and not g.bytes_per_request for g in drawing):
-            return self.largest_request(blocks)
+            return self._longest(blocks, [])
         length = self.max_model_len
         return min(self.pool_blocks(pool, blocks) * length // pool.need(length) for pool in self.pools)
 

@@ -10,7 +10,7 @@ Plain data and plain ints: no torch, no device. `read` is the way in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -202,7 +202,7 @@ def from_values(values: dict[str, Any], *, dtype: str | None = None) -> ModelSha
         defaults, why = filled(values)
         own = decoder_fields(values)
         # The outer config's dtype stays: the class of a nested one does not know it.
-        fields = own if defaults is None else decoder_fields({**own.values, **_there(defaults)})
+        fields = own if defaults is None else decoder_fields({**_there(defaults), **_there(own.values)})
         fields.assume = True
         try:
             shape = shape_of(fields, dtype)
@@ -254,7 +254,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def _there(values: dict[str, Any]) -> dict[str, Any]:
+def _there(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -285,7 +285,10 @@ def _for_layer(fields: Fields, index: int, windowed: bool) -> Fields:
     own: dict[str, Any] = {}
     per_layer = fields.get("per_layer_config")
     if isinstance(per_layer, dict):
-        own = {**(per_layer.get(str(index)) or per_layer.get(index) or {})}
+        said = per_layer.get(str(index)) or per_layer.get(index) or {}
+        if not isinstance(said, dict):
+            raise ValueError(f"per_layer_config of layer {index} must be an object, got {said!r}")
+        own = {**said}
     elif not windowed and fields.get("global_head_dim") is not None:
         own["head_dim"] = fields.get("global_head_dim")
         if fields.get("attention_k_eq_v") is True:

@@ -163,6 +163,8 @@ def plan_ranks(
     caches = [Cache(rank.groups, rank.granule, max_model_len) for rank in ranks]
     same_span(caches)
     named = [replace(rank, name=rank.name or f"rank {i}") for i, rank in enumerate(ranks)]
+    if len({rank.name for rank in named}) < len(named):
+        raise ValueError(f"two ranks have one name: {', '.join(rank.name for rank in named)}")
     parts = [_rank_plan(rank, cache, request, capacity) for rank, cache in zip(named, caches, strict=True)]
     planned = request.blocks or _least(capacity, (c.blocks_within(p.share) for c, p in zip(caches, parts, strict=True)))
     fitting = min(part.own_blocks for part in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from vmm_kv.kv_groups import Group
 
@@ -34,6 +34,8 @@ class Term:
     """Where the figure is from, shown beside it: a strategy's name, a reading."""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(TermKind):
+            raise ValueError(f"term {self.name!r}: {self.kind!r} is no kind: {', '.join(get_args(TermKind))}")
         if self.turn is not None and self.kind not in ("transient", "startup"):
             raise ValueError(f"term {self.name!r}: what is {self.kind} takes no turns, got turn={self.turn!r}")
 

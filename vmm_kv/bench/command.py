@@ -48,16 +48,17 @@ def run(options: argparse.Namespace) -> int:
     if options.room:
         common = replace(common, room=parse_bytes(options.room))
     scenarios = [replace(common, ladder=ladder) for ladder in LADDERS if ladder.name in chosen]
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)  # before the minutes that the runs take
     found = compare(scenarios, names, options.pairs, options.jobs, lambda text: print(text, file=sys.stderr))
+    print(json.dumps(found.to_dict()) if options.json else markdown(found))
     if options.output:
         from vmm_kv.bench.picture import draw
 
-        options.output.mkdir(parents=True, exist_ok=True)
         stem = options.output / f"startup_{options.device.partition(':')[0]}"
         stem.with_suffix(".json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
         stem.with_suffix(".md").write_text(markdown(found))
         draw(found, stem.with_suffix(".png"))
-    print(json.dumps(found.to_dict()) if options.json else markdown(found))
     return 1 if any(row.outcome == "failed" for row in found.rows) else 0
 
 

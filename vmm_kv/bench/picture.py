@@ -12,15 +12,17 @@ from vmm_kv.bench.scenario import Scenario
 
 MIB = 1 << 20
 KV, GRAPHS, STEP, STRANDED, OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "#c62f2f"
+BUFFERS, WARM_UP = "#6b6b6b", "#cbb3e0"
 _PHASES = {
     "load": ("#b0b0b0", "load weights"),
     "profile": ("#8a63b3", "profile run"),
-    "estimate": ("#c62f2f", "captures thrown away"),
+    "estimate": ("#7a4b2a", "captures thrown away"),
     "capture": ("#e08a1e", "captures kept"),
     "worst step": ("#5a9e6f", "measured worst step"),
     "kv": ("#2f6db3", "allocate or map the KV cache"),
 }
-_MAPPING = ("allocate KV", "reserve", "back", "commit")
+_CACHE_FIRST = "allocate KV"
+_MAPPING = (_CACHE_FIRST, "reserve", "back", "commit")
 
 
 def draw(found: Comparison, path: Path) -> None:
@@ -59,7 +61,7 @@ def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
     known, rows = found.known[scenario.ladder.name], found.of(scenario.ladder.name)
     room = scenario.room / MIB
     for place, row in enumerate(rows):
-        for start, length, colour, hatch in bar(row, known, room):
+        for start, length, colour, hatch in bar(row, known, scenario):
             axis.barh(place, length, left=start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
         axis.text(1.01, place, _verdict(row), transform=axis.get_yaxis_transform(), va="center", fontsize=9,
                   color="black" if row.outcome == "served" else OVER)  # fmt: skip
@@ -77,22 +79,27 @@ def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
     )
 
 
-def bar(row: Row, known: Known, room: float) -> list[tuple[float, float, str, str]]:
+def bar(row: Row, known: Known, scenario: Scenario) -> list[tuple[float, float, str, str]]:
     """(start, length, colour, hatch) of each part, MiB: what is needed at the worst moment, whether it is there or not.
 
     What lies beyond the end of the device is what runs out; what is missing up to it is stranded.
     """
-    step = row.transient if row.transient is not None else known.transient
-    parts = [
-        ((row.blocks or 0) * row.block_bytes / MIB, KV),
-        (max(0, row.kept if row.kept is not None else known.kept) / MIB, GRAPHS),
-        (min(step, known.transient) / MIB, STEP),
-    ]
-    if row.outcome == "no room":
+    room = scenario.room / MIB
+    if row.outcome == "no room" or row.blocks is None:
         return [(0.0, room, STRANDED, "xx")]
+    kept = max(0, row.kept if row.kept is not None else known.kept)
+    parts = [
+        (known.weights - int(scenario.utilization * row.total) + scenario.room, BUFFERS),
+        (row.blocks * row.block_bytes, KV),
+        (kept, GRAPHS),
+        (known.transient, STEP),
+    ]
+    if _CACHE_FIRST in row.phases:
+        parts.append((max(0, known.capture_peak - kept - known.transient), WARM_UP))
     placed: list[tuple[float, float, str, str]] = []
     start = 0.0
-    for length, colour in parts:
+    for size, colour in parts:
+        length = size / MIB
         inside = max(0.0, min(length, room - start))
         placed += [(start, inside, colour, ""), (start + inside, length - inside, OVER, "//")]
         start += length
@@ -118,7 +125,7 @@ def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
             if kind in _PHASES:
                 axis.barh(place, seconds, left=start, color=_PHASES[kind][0], edgecolor="white", linewidth=0.3)
                 start += seconds
-        captures = f"{row.captures} captures" if row.outcome == "served" else f"ends here: {row.where}"
+        captures = f"{row.captures} captures" if row.outcome == "served" else f"{row.where}"
         axis.text(start, place, f" {captures}", va="center", fontsize=8,
                   color="black" if row.outcome == "served" else OVER)  # fmt: skip
     axis.set_yticks(range(len(rows)), [""] * len(rows))
@@ -132,6 +139,7 @@ def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
 def _legend(pyplot: Any) -> Sequence[Any]:
     memory = [
         (KV, "", "KV cache"), (GRAPHS, "", "kept by graphs"), (STEP, "", "worst step outside graphs"),
+        (WARM_UP, "", "more for a warm-up in capture"), (BUFFERS, "", "the engine's buffers"),
         (STRANDED, "", "stranded"), (OVER, "//", "needed, and not there"),
     ]  # fmt: skip
     patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=c, hatch=h, label=f"memory: {n}") for c, h, n in memory]
