@@ -45,7 +45,7 @@ def draw(found: Comparison, path: Path) -> None:
         _memory(memory, found, scenario)
         _time(time, found, scenario)
     handles = _legend(pyplot)
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=10, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=10, frameon=False)
     emulated = " (EMULATED driver)" if found.emulated else ""
     figure.suptitle(
         "How the KV cache is sized around graphs: every strategy on the same engine, "
