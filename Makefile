@@ -40,11 +40,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# About five minutes on two idle cores. Writes benchmarks/results/startup_host.json, .md and .png.
+# About six minutes on two idle cores, one ladder on each. Writes benchmarks/results/startup_host.json, .md and .png.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/mapping.py
 	$(BIN)/python benchmarks/startup.py --jobs 2 --pairs 7 --output benchmarks/results
-	$(BIN)/vmm-kv bench startup --output benchmarks/results
 
 clean:
 	rm -rf .venv .venv-bindings build dist

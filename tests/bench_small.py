@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from vmm_kv.bench.row import Known, Row
 from vmm_kv.bench.scenario import Ladder, Load, Scenario, Shape
@@ -40,6 +45,21 @@ def scenario(ladder: str = "decode", **changes: Any) -> Scenario:
         load=Load(requests=8, prompt=(12, 20), answer=(3, 8), image_every=3),
     )
     return replace(made, **changes)
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """One thread, since small operations crawl where threads wait for each other, and what is imported kept out of the
+    collections that each flush makes: they would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(before)
 
 
 def measured(of: Scenario) -> Known:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bench_small import LADDERS, scenario
+from bench_small import LADDERS, quick, scenario
 
 from vmm_kv.bench.engine import BenchEngine, Models, requests
 from vmm_kv.bench.probe import EngineProbe
@@ -17,13 +17,16 @@ from vmm_kv.estimate import Descriptor
 from vmm_kv.measure import flush, step_peak
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    with quick():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(before)
 
 
 def engine(ladder: str, device: Device | None = None, blocks: int = 64) -> BenchEngine:

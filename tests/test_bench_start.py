@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_small import LADDERS, MIB, measured, row, scenario
+from bench_small import LADDERS, MIB, measured, quick, row, scenario
 
 from vmm_kv.bench import strategies
 from vmm_kv.bench.row import Known
@@ -16,16 +16,14 @@ from vmm_kv.bench.worker import _shortage
 from vmm_kv.fingerprint import PinError
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    with quick():
+        yield
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, Known]:
+def known(quickly: None) -> dict[str, Known]:
     return {name: measured(scenario(name)) for name in LADDERS}
 
 
@@ -138,3 +136,8 @@ def test_a_shortage_is_seen_behind_the_error_that_closing_a_capture_raises() -> 
     except RuntimeError as error:
         assert _shortage(error) is shortage
     assert _shortage(RuntimeError("shapes differ")) is None
+
+
+def test_a_start_up_alone_serves_nothing(known: dict[str, Known]) -> None:
+    found = row(scenario(), strategies.OURS, known["decode"], serve=False)
+    assert found.outcome == "served" and "serve" not in found.phases and found.generated is None
