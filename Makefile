@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# About six minutes on two idle cores, one ladder on each. Writes benchmarks/results/startup_host.json, .md and .png.
+# Takes minutes, with one ladder on each of two cores. Writes benchmarks/results/startup_host.json, .md and .png.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/mapping.py
 	$(BIN)/python benchmarks/startup.py --jobs 2 --pairs 7 --output benchmarks/results

@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "emulated: loads an emulated driver in a process of its own")
+    config.addinivalue_line("markers", "emulated: loads an emulated driver, in this process or one of its own")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from vmm_kv.driver import Driver, Quirks
 from vmm_kv.driver.cuda import CudaDriver
 from vmm_kv.driver.hip import HipDriver
 from vmm_kv.driver.host import HostDriver
-from vmm_kv.errors import DriverGone
+from vmm_kv.emulated import retire
 from vmm_kv.holdings import empty_graveyard
 from vmm_kv.host import HostFramework
 from vmm_kv.testing import EmulatedModel, load_cuda, load_hip
@@ -40,10 +40,7 @@ SWITCHES = ("access_from_first", "joint_unmap_busy", "memory_with_addresses", "4
 QUIRKS = Quirks(uniform_chunks=True, memory_with_addresses=True, single_unmap=True, single_memset=True)
 """Every departure that the library obeys, from a device that really has it: B1, B2, B4 and B13."""
 
-_NO_EMULATION = pytest.mark.skipif(
-    bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"
-)
-SETUPS: list[Any] = [HOST, *(pytest.param(name, marks=_NO_EMULATION) for name in (CUDA, HIP, QUIRKY))]
+SETUPS: list[Any] = [HOST, *(pytest.param(name, marks=pytest.mark.emulated) for name in (CUDA, HIP, QUIRKY))]
 """The names, for `pytest.mark.parametrize`."""
 
 
@@ -108,11 +105,7 @@ def _end_of_last() -> None:
     """
     empty_graveyard()
     while _last:
-        _last.pop().scope = _gone  # type: ignore[method-assign]
-
-
-def _gone() -> NoReturn:
-    raise DriverGone("this emulated device was replaced", call="context", status=4)
+        retire(_last.pop(), "the next one")
 
 
 @cache

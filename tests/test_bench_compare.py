@@ -159,7 +159,7 @@ def test_a_pair_that_fails_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) 
         list(comparing._pairs(scenario(), KNOWN, 1, lambda text: None))
 
 
-@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build")
+@pytest.mark.emulated
 def test_the_same_runs_on_an_emulated_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMM_KV_TESTING", "1")
     found = compare([scenario(device="cuda:0:128MiB")], (strategies.OURS, "NoReserve"), pairs=0)

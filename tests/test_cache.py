@@ -491,7 +491,7 @@ def test_a_close_that_only_a_live_tensor_holds_up_says_so(device: Device) -> Non
 
 @pytest.mark.parametrize("wrong", [2.0, "4", None])
 def test_a_count_is_a_whole_number(device: Device, wrong: Any) -> None:
-    with pytest.raises(TypeError, match="commit takes a whole number of blocks, got"):
+    with pytest.raises(TypeError, match="commit: the number of blocks must be a whole number, got"):
         make(device).commit(wrong)
 
 

@@ -352,9 +352,7 @@ def test_what_operations_allocate_on_a_host_device_is_charged() -> None:
 
 # Emulated drivers
 
-emulated = pytest.mark.skipif(
-    bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"
-)
+emulated = pytest.mark.emulated
 SPECS = [TensorSpec("kv", (None, 1024, 1024), torch.float32)]
 
 

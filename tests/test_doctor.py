@@ -20,13 +20,12 @@ from vmm_kv import cli, doctor, gpu_drivers, testing
 from vmm_kv.doctor import WORKS, Diagnosis, KindFacts, Shortfall, TorchFacts, diagnose, torch_facts
 from vmm_kv.doctor_show import show
 from vmm_kv.errors import UnsupportedError
+from vmm_kv.installed import installed
 from vmm_kv.testing import EmulatedModel
 
 GIB = 1 << 30
 SIZE = 2 << 20
-emulated = pytest.mark.skipif(
-    bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"
-)
+emulated = pytest.mark.emulated
 
 
 def kind(found: Diagnosis, name: str) -> KindFacts:
@@ -116,7 +115,7 @@ def test_a_machine_without_a_gpu_works_and_says_what_is_missing(bare: None) -> N
 def test_first_the_binding_then_the_driver(
     bare: None, monkeypatch: pytest.MonkeyPatch, name: str, packages: set[str], todo: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package in packages else "1.0")
+    monkeypatch.setattr(doctor, "installed", lambda package: None if package in packages else "1.0")
     facts = kind(diagnose(), name)
     assert facts.shortfalls[-1].todo.startswith(todo)
     assert {package for package, version in facts.packages.items() if version is None} == packages
@@ -330,7 +329,7 @@ def test_a_torch_that_cannot_be_read_is_as_none(tmp_path: Path, monkeypatch: pyt
         raise ValueError(f"{name}.__spec__ is None")
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    assert torch_facts().version == doctor._version("torch")
+    assert torch_facts().version == installed("torch")
 
 
 # What is shown

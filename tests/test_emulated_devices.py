@@ -14,9 +14,7 @@ from vmm_kv.errors import DriverGone
 from vmm_kv.holdings import empty_graveyard
 from vmm_kv.testing import EmulatedModel
 
-pytestmark = pytest.mark.skipif(
-    bool(torch.version.cuda or torch.version.hip), reason="the emulation refuses beside a GPU build of torch"
-)
+pytestmark = pytest.mark.emulated
 MIB = 1 << 20
 SPECS = [TensorSpec("kv", (None, 1024, 1024), torch.float32)]
 KINDS = pytest.mark.parametrize("kind", ["cuda", "hip"])

@@ -6,26 +6,15 @@ import json
 import subprocess
 import sys
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_model_shape import LLAMA, needs_transformers
 
 from vmm_kv.cli import main
 from vmm_kv.model_shape import KvGroup
 from vmm_kv.plan_command import group_size, pool_groups
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 # layers x (K and V) x KV heads x head size x 2 bytes, by hand from each class's defaults; then the part that grows
 # beyond windows, and the fixed bytes of a request.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from vmm_kv.budget import BudgetError
 from vmm_kv.kv_groups import Group
-from vmm_kv.rank_plan import Rank, RankBudgetError, RankedPlan, Term, plan_ranks
-from vmm_kv.rank_terms import TermKind
+from vmm_kv.rank_plan import RankBudgetError, RankedPlan, plan_ranks
+from vmm_kv.rank_terms import Rank, Term, TermKind
 from vmm_kv.request import Request
 
 KV = Group("kv", 10, 16)
@@ -328,3 +328,10 @@ def test_what_the_plan_promises_fits(ranks: list[Rank], request: Request, length
         assert found.concurrent_requests == min(found.concurrent(length), found.concurrent_requests or 0)
         assert found.largest_request is None or found.largest_request >= length
         assert found.concurrent_requests >= 1
+
+
+@pytest.mark.parametrize("names", [("x", "x"), ("rank 1", "")])
+def test_two_ranks_of_one_name_are_refused(names: tuple[str, str]) -> None:
+    ranks = [Rank(1 << 30, groups=(Group("full", 16),), name=name) for name in names]
+    with pytest.raises(ValueError, match="two ranks have one name"):
+        plan_ranks(ranks, Request(utilization=0.9))

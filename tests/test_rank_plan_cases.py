@@ -13,7 +13,8 @@ from vmm_kv.budget import exactly, readable
 from vmm_kv.driver import DeviceProperties
 from vmm_kv.kv_groups import Group
 from vmm_kv.memory_source import HostFigures, SecondSource, resolve
-from vmm_kv.rank_plan import Rank, RankBudgetError, RankedPlan, Term, plan_ranks
+from vmm_kv.rank_plan import RankBudgetError, RankedPlan, plan_ranks
+from vmm_kv.rank_terms import Rank, Term
 from vmm_kv.request import Request
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -111,12 +111,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from vmm_kv.installed import installed
 
-        try:
-            return version("vmm-kv")
-        except PackageNotFoundError:  # a source tree on the path
-            return "0+unknown"
+        return installed("vmm-kv") or "0+unknown"  # a source tree on the path
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -208,7 +208,7 @@ def plan(
     own_parts = _own_parts(terms)
     own = sum(size for _, size in own_parts)
     kept = sum(size for _, size in terms.headroom)
-    requested = _requested(terms.total, request, cost)
+    requested = requested_in_all(terms.total, request, cost)
     share = requested if request.utilization is None else requested - own - kept
     room = terms.free + terms.in_place - kept
     kv_bytes = min(share, room)
@@ -268,7 +268,8 @@ def _own_parts(terms: Terms) -> Items:
     return (("allocator", terms.reserved), ("outside the allocator", outside))
 
 
-def _requested(total: int, request: Request, cost: Callable[[int], int]) -> int:
+def requested_in_all(total: int, request: Request, cost: Callable[[int], int]) -> int:
+    """The requested share, the explicit bytes, or what the explicit blocks cost by `cost`."""
     if request.utilization is not None:
         return requested_bytes(total, request.utilization)
     return cost(request.blocks) if request.blocks is not None else request.kv_bytes or 0

@@ -8,7 +8,6 @@ The rules are numbered in DESIGN.md; comments cite them.
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +28,7 @@ from vmm_kv.pages import Chunk, Reservation
 from vmm_kv.prefix import map_prefix
 from vmm_kv.prepared import PreparedCommit
 from vmm_kv.returned import ReturnedMemory
+from vmm_kv.sizes import whole
 from vmm_kv.spans import Spans, difference, union
 from vmm_kv.state import State
 from vmm_kv.tensors import byte_tensor, placed_view
@@ -358,10 +358,7 @@ class KVCache(Figures):
 
 def _count(operation: str, blocks: int, least: int, most: int) -> int:
     """The number as a plain int, or a `ValueError` that names the bounds. Nothing is clamped (invariant 10)."""
-    try:
-        number = operator.index(blocks)
-    except TypeError:
-        raise TypeError(f"{operation} takes a whole number of blocks, got {blocks!r}") from None
+    number = whole(f"{operation}: the number of blocks", blocks)
     if not least <= number <= most:
         raise ValueError(f"{operation} of {number} blocks: it must be {least} to {most}")
     return number

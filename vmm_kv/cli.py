@@ -7,9 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import vmm_kv
 from vmm_kv.errors import VmmError
@@ -58,12 +56,9 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
 
         plan_command.configure(plan)
     elif given[:1] == ["bench"]:
-        try:
-            _bench_command().configure(bench)
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("vmm_kv.bench"):
-                raise
-            bench.error("this installation has no benchmarks")
+        from vmm_kv.bench import command
+
+        command.configure(bench)
     return parser
 
 
@@ -74,11 +69,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    return int(_bench_command().run(options))
+    from vmm_kv.bench import command
 
-
-def _bench_command() -> Any:
-    return import_module("vmm_kv.bench.command")
+    return command.run(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -15,6 +14,7 @@ from vmm_kv.driver import Driver
 from vmm_kv.driver.binding import BrokenBinding
 from vmm_kv.driver.handle_types import HANDLE_TYPES
 from vmm_kv.errors import VmmError
+from vmm_kv.installed import installed
 from vmm_kv.memory_source import resolve
 from vmm_kv.system_files import gpu_figures, half_of_memory, host_figures
 
@@ -122,7 +122,7 @@ def diagnose() -> Diagnosis:
     """Looks at this machine. Opens every device it can and gives back what that took."""
     torch = torch_facts()
     return Diagnosis(
-        vmm_kv=_version("vmm-kv") or "not installed",
+        vmm_kv=installed("vmm-kv") or "not installed",
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         torch=torch,
@@ -137,7 +137,7 @@ def torch_facts(version_file: Path | None = None) -> TorchFacts:
     """
     text = _text(version_file or _torch_version_file())
     found = dict(re.findall(r"^(\w+)(?:\s*:[^=]+)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
-    version = found.get("__version__") or (None if version_file else _version("torch"))
+    version = found.get("__version__") or (None if version_file else installed("torch"))
     cuda, hip = found.get("cuda"), found.get("hip") or found.get("rocm")
     local = (version or "").partition("+")[2]
     if not cuda and not hip and (tag := re.fullmatch(r"(cu|rocm)([\d.]+)", local)):
@@ -161,13 +161,6 @@ def _torch_version_file() -> Path | None:
     except (ImportError, ValueError):  # somebody put a half of it into sys.modules
         return None
     return Path(spec.origin).parent / "version.py" if spec is not None and spec.origin else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except (importlib.metadata.PackageNotFoundError, KeyError):  # none, or one with nothing in it
-        return None
 
 
 def _host(torch: TorchFacts) -> KindFacts:
@@ -202,7 +195,7 @@ def _try_mapping(driver: Driver) -> None:
 
 
 def _gpu(kind: str, torch: TorchFacts) -> KindFacts:
-    packages = {name: _version(name) for name in _BINDINGS[kind]}
+    packages = {name: installed(name) for name in _BINDINGS[kind]}
     shortfalls: list[Shortfall] = []
     devices: list[DeviceFacts] = []
     versions: dict[str, str] = {}

@@ -58,7 +58,7 @@ def open_emulated(
     load = testing.load_cuda if kind == "cuda" else testing.load_hip
     model = load(devices=index + 1, budget=budget)
     if kind in _opened:
-        _retire(_opened.pop(kind), f"{kind}:{index}")
+        retire(_opened.pop(kind), f"{kind}:{index}")
     options: dict[str, Any] = {}
     if kind == "hip":
         model.set("quirk_single_memset", 1)  # B13: no release is known without it
@@ -76,7 +76,9 @@ def open_emulated(
     return driver, framework
 
 
-def _retire(driver: Driver, successor: str) -> None:
+def retire(driver: Driver, successor: str) -> None:
+    """The driver of an emulated device that another has replaced raises `DriverGone` from now on."""
+
     def scope() -> NoReturn:
         text = f"{driver.name} is gone: this emulated device was replaced when {successor} was opened"
         raise DriverGone(text, call="context", status=DEINITIALIZED)

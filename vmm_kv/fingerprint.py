@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vmm_kv.budget import Plan, exactly
 from vmm_kv.errors import VmmError
+from vmm_kv.installed import installed
 
 if TYPE_CHECKING:
     from vmm_kv.device import Device
@@ -70,7 +70,7 @@ class Fingerprint:
         ladder: the graphs to capture, such as `vmm_kv.estimate.Descriptor`. versions: of the engine and its kernels.
         """
         named = {"name": model} if isinstance(model, str) else model or {}
-        packages = {name: _installed(name) for name in _PACKAGES[device.driver.kind]}
+        packages = {name: installed(name) or "not installed" for name in _PACKAGES[device.driver.kind]}
         return cls(
             model=tuple(_flat("", named)),
             ladder=tuple(str(graph) for graph in ladder),
@@ -113,13 +113,6 @@ def _flat(prefix: str, facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield from _flat(f"{prefix}{name}.", value)
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _listed(ladder: tuple[str, ...]) -> str | None:

@@ -54,7 +54,7 @@ class Group:
             if getattr(self, name) < least:
                 raise ValueError(f"group {self.name!r}: {name} must be at least {least}, got {getattr(self, name)}")
         for name in ("window", "requests"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"group {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
         if (self.kind == "window") != (self.window is not None):
             raise ValueError(f"group {self.name!r}: a window is what kind='window' has, got {self.kind}, {self.window}")

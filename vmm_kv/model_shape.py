@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vmm_kv.config_fields import Fields, MissingKey, decoder_fields, filled, read_config, whole
 from vmm_kv.kv_dtype import KvDtype, kv_dtype, number_bytes
+from vmm_kv.kv_groups import GroupKind
 from vmm_kv.layer_kinds import Kind, layer_kinds, window_tokens
 from vmm_kv.state_shape import State, split_or_replicate, state_of
-
-GroupKind = Literal["full", "window", "state"]
 
 _HIDDEN_OVER_HEADS = frozenset({
     "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "phi", "phi3", "phimoe", "gpt2", "gpt_neox",
@@ -113,13 +112,13 @@ class KvGroup:
         return self.bytes_per_request + self.bytes_per_token * self.tokens_kept(tokens)
 
 
-def _together(a: KvGroup, b: KvGroup) -> KvGroup:
+def _together(alike: Sequence[KvGroup]) -> KvGroup:
     return replace(
-        a,
-        layers=a.layers + b.layers,
-        bytes_per_token=a.bytes_per_token + b.bytes_per_token,
-        key_bytes_per_token=a.key_bytes_per_token + b.key_bytes_per_token,
-        bytes_per_request=a.bytes_per_request + b.bytes_per_request,
+        alike[0],
+        layers=tuple(index for one in alike for index in one.layers),
+        bytes_per_token=sum(one.bytes_per_token for one in alike),
+        key_bytes_per_token=sum(one.key_bytes_per_token for one in alike),
+        bytes_per_request=sum(one.bytes_per_request for one in alike),
     )
 
 
@@ -158,13 +157,13 @@ class ModelShape:
         dtype = kv_dtype(self.dtype if kv == "auto" else kv)
         state_item = number_bytes(self.recurrent_dtype if recurrent == "auto" else recurrent)
         chosen = range(len(self.layers)) if layers is None else layers
-        groups: dict[str, KvGroup] = {}
+        groups: dict[str, list[KvGroup]] = {}
         for index in chosen:
             for part in (self.layers[index].attention, self.layers[index].state):
                 if part is not None:
                     one = self._alone(part, index, dtype, state_item, tp)
-                    groups[one.name] = one if one.name not in groups else _together(groups[one.name], one)
-        return tuple(groups.values())
+                    groups.setdefault(one.name, []).append(one)
+        return tuple(_together(alike) for alike in groups.values())
 
     def _alone(self, part: Attention | Latent | State, index: int, dtype: KvDtype, state_item: int, tp: int) -> KvGroup:
         """The group of one layer."""

@@ -19,11 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vmm_kv import rank_plan_text as text
-from vmm_kv.budget import BudgetError, requested_bytes, utilization_advice
+from vmm_kv.budget import BudgetError, requested_in_all, utilization_advice
 from vmm_kv.kv_groups import Cache, Group, same_span
-from vmm_kv.rank_terms import GRAPHS as GRAPHS
-from vmm_kv.rank_terms import Rank as Rank
-from vmm_kv.rank_terms import Term as Term
+from vmm_kv.rank_terms import GRAPHS, Rank
 from vmm_kv.request import Request
 
 RankBound = Literal["request", "free memory", "capacity", "explicit bytes", "explicit blocks", "another rank"]
@@ -220,7 +218,7 @@ def _rank_plan(rank: Rank, cache: Cache, request: Request, capacity: int | None)
     """What one rank could hold by itself; the other ranks' word comes in later."""
     permanent, transient = rank.held("permanent"), rank.held("transient")
     margin, away = rank.held("margin"), rank.held("co-resident")
-    requested = _requested(rank.total, cache, request)
+    requested = requested_in_all(rank.total, request, cache.cost)
     share = requested if request.utilization is None else requested - permanent - transient
     room = rank.free_bytes - permanent - transient - margin
     if not rank.consistent:  # no budget is computed from such a pair
@@ -247,12 +245,6 @@ def _rank_plan(rank: Rank, cache: Cache, request: Request, capacity: int | None)
         short=max(0, share - room),
         groups=(),
     )
-
-
-def _requested(total: int, cache: Cache, request: Request) -> int:
-    if request.utilization is not None:
-        return requested_bytes(total, request.utilization)
-    return cache.cost(request.blocks) if request.blocks is not None else request.kv_bytes or 0
 
 
 def _bound_by(request: Request, share: int, room: int, cache: Cache, capacity: int | None) -> RankBound:

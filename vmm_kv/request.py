@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
+
+from vmm_kv.sizes import whole
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,16 @@ class Request:
             raise ValueError(f"give exactly one of utilization, kv_bytes, blocks; got {', '.join(given) or 'none'}")
         (name,) = given
         asked = getattr(self, name)
-        try:
-            number = float(asked) if name == "utilization" else operator.index(asked)
-        except (TypeError, ValueError):
-            what = "a number above 0, at most 1" if name == "utilization" else "a whole number"
-            raise TypeError(f"{name} must be {what}, got {asked!r}") from None
+        number = _share(asked) if name == "utilization" else whole(name, asked)
         object.__setattr__(self, name, number)
         if name == "utilization" and not 0 < number <= 1:
             raise ValueError(f"utilization must be above 0 and at most 1, got {asked}")
         if number <= 0:
             raise ValueError(f"{name} must be above 0, got {asked}")
+
+
+def _share(asked: object) -> float:
+    try:
+        return float(asked)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"utilization must be a number above 0, at most 1, got {asked!r}") from None

@@ -1,7 +1,8 @@
-"""Sizes that people write, as bytes. Plain: no torch."""
+"""Sizes and counts as people give them. Plain: no torch."""
 
 from __future__ import annotations
 
+import operator
 import re
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -22,3 +23,11 @@ def parse_bytes(text: str) -> int:
     if not 1 <= size <= _MOST:
         raise ValueError(f"{text[:50]!r} is not a size: it must be at least one byte and at most {_MOST >> 40}TiB")
     return size
+
+
+def whole(name: str, number: object) -> int:
+    """The number as a plain int, whatever integer type it came in. `TypeError` that names it for anything else."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {number!r}") from None

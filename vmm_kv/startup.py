@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from vmm_kv.measure import Footprint, MemoryReading, flush, other, plan_from_rea
 from vmm_kv.pin import Pin, record
 from vmm_kv.report import CommitTry, StartupReport
 from vmm_kv.request import Request
+from vmm_kv.sizes import whole
 from vmm_kv.state import State
 
 log = logging.getLogger(__name__)
@@ -347,15 +347,8 @@ def _request(utilization: float | None, kv_bytes: int | None, blocks: int | None
     return pin.request
 
 
-def _whole(name: str, number: object) -> int:
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {number!r}") from None
-
-
 def _min_blocks(min_blocks: int, request: Request) -> int:
-    number = _whole("min_blocks", min_blocks)
+    number = whole("min_blocks", min_blocks)
     if number < 1:
         raise ValueError(f"min_blocks must be at least 1, got {number}")
     if request.blocks is not None and request.blocks < number:
@@ -366,7 +359,7 @@ def _min_blocks(min_blocks: int, request: Request) -> int:
 def _headroom(items: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(items, Mapping):
         raise TypeError(f"headroom is a mapping of names to bytes, such as {{'sampler': 8 << 20}}; got {items!r}")
-    sizes = {name: _whole(f"headroom {name!r}", size) for name, size in items.items()}
+    sizes = {name: whole(f"headroom {name!r}", size) for name, size in items.items()}
     for name, size in sizes.items():
         if size < 0:
             raise ValueError(f"headroom {name!r} must not be negative, got {size}")

@@ -26,7 +26,7 @@ from vmm_kv.errors import VmmError
 Tell = Callable[[str], None]
 _SECONDS = 600
 # The C library keeps what is freed, as an accelerator's allocator does: giving large tensors back to the system and
-# faulting them in again would take most of the time.
+# faulting them in again takes time that an accelerator would not need.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 
 

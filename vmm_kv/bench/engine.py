@@ -16,10 +16,11 @@ from vmm_kv.bench.graphs import Captured, Prefill, capture_whole
 from vmm_kv.bench.scenario import Scenario
 from vmm_kv.demo import paging
 from vmm_kv.demo.blocks import BlockAllocator
+from vmm_kv.demo.engine import batch_of, fill
 from vmm_kv.demo.model import Batch, Decoder
 from vmm_kv.demo.sampling import sample
 from vmm_kv.device import Device
-from vmm_kv.estimate import Descriptor
+from vmm_kv.estimate import Descriptor, blocks_to_back
 from vmm_kv.tensor_spec import TensorSpec
 
 
@@ -149,9 +150,9 @@ class BenchEngine:
         rows = [self._row([0, 0, 0], 0, 1 + self._ahead, [1 + i], self._kv) for i in range(size)]
         if mode == "draft":
             rows = [self._row([0, 0, 0], 0, 2, [1 + i], self._draft_kv) for i in range(size)]
-            _fill(self._draft_rows, rows, size)
+            fill(self._draft_rows, rows, size)
             return capture_whole(lambda: self._draft_step(size), self.device, pool)
-        _fill(self._rows, rows, size)
+        fill(self._rows, rows, size)
         return capture_whole(lambda: self._target_step(size), self.device, pool)
 
     # Serving.
@@ -229,7 +230,7 @@ class BenchEngine:
             self._row([*s.tokens, *guess], len(s.tokens) - 1, 1 + self._ahead, s.table, self._kv)
             for s, guess in zip(self.running, guesses, strict=True)
         ]
-        _fill(self._rows, rows, size)
+        fill(self._rows, rows, size)
         logits = self._replayed(Descriptor("full", size), self._target_step)[:count].cpu()
         running = list(self.running)
         generators = [sequence.generator for sequence in running]
@@ -242,7 +243,7 @@ class BenchEngine:
     def _guessed(self, size: int) -> list[list[int]]:
         # Two tokens each time: the draft model has not seen the second last one if both were accepted.
         rows = [self._row(s.tokens, len(s.tokens) - 2, 2, s.table, self._draft_kv) for s in self.running]
-        _fill(self._draft_rows, rows, size)
+        fill(self._draft_rows, rows, size)
         logits = self._replayed(Descriptor("draft", size), self._draft_step)
         return [[token] for token in logits[: len(rows)].argmax(-1).tolist()]
 
@@ -263,11 +264,11 @@ class BenchEngine:
 
     def _target_step(self, size: int) -> Tensor:
         """(size, tokens, vocabulary)."""
-        return self.models.target(_batch(self._rows[:size], 1 + self._ahead), self._kv, last=1 + self._ahead)
+        return self.models.target(batch_of(self._rows[:size], 1 + self._ahead), self._kv, last=1 + self._ahead)
 
     def _draft_step(self, size: int) -> Tensor:
         assert self.models.draft is not None
-        return self.models.draft(_batch(self._draft_rows[:size], 2), self._draft_kv)
+        return self.models.draft(batch_of(self._draft_rows[:size], 2), self._draft_kv)
 
     def _encoded(self, patches: Tensor) -> Tensor:
         assert self.models.encoder is not None
@@ -341,7 +342,8 @@ class BenchEngine:
 
 def profile_blocks(scenario: Scenario) -> int:
     """Blocks that profiling and capture write."""
-    return 1 + scenario.ladder.decode[-1]
+    full = [graph for graph in scenario.ladder.descriptors() if graph.mode == "full"]
+    return blocks_to_back(full, scenario.ladder.decode[-1])
 
 
 def requests(scenario: Scenario) -> list[Sequenced]:
@@ -368,15 +370,3 @@ def _between(ends: tuple[int, int], number: int) -> int:
 
 def _batched(tokens: Any, positions: Any, slots: Any, tables: Any, device: torch.device) -> Batch:
     return Batch(*(torch.tensor(rows, device=device) for rows in (tokens, positions, slots, tables)))
-
-
-def _batch(rows: Tensor, tokens: int) -> Batch:
-    """The views of the static input that a graph of this batch size reads."""
-    return Batch(
-        rows[:, :tokens], rows[:, tokens : 2 * tokens], rows[:, 2 * tokens : 3 * tokens], rows[:, 3 * tokens :]
-    )
-
-
-def _fill(home: Tensor, rows: list[list[int]], size: int) -> None:
-    padding = [[0] * home.shape[1]] * (size - len(rows))
-    home[:size].copy_(torch.tensor(rows + padding))

@@ -9,6 +9,7 @@ from typing import Any
 from vmm_kv.bench.compare import Comparison
 from vmm_kv.bench.row import Known, Row
 from vmm_kv.bench.scenario import Scenario
+from vmm_kv.budget import requested_bytes
 
 MIB = 1 << 20
 KV, GRAPHS, STEP, STRANDED, OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "#c62f2f"
@@ -89,7 +90,7 @@ def bar(row: Row, known: Known, scenario: Scenario) -> list[tuple[float, float, 
         return [(0.0, room, STRANDED, "xx")]
     kept = max(0, row.kept if row.kept is not None else known.kept)
     parts = [
-        (known.weights - int(scenario.utilization * row.total) + scenario.room, BUFFERS),
+        (known.weights - requested_bytes(row.total, scenario.utilization) + scenario.room, BUFFERS),
         (row.blocks * row.block_bytes, KV),
         (kept, GRAPHS),
         (known.transient, STEP),

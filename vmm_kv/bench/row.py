@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from vmm_kv.estimate import Comparison, Estimate
+
 Outcome = Literal["served", "out of memory", "no room", "failed"]
 """`no room`: it refused to start, since what it set aside leaves too little for a KV cache. `failed`: anything else."""
 
@@ -65,7 +67,7 @@ class Row:
         """Estimate minus kept: above 0 for too much, below for too little."""
         if self.estimate is None or self.kept is None:
             return None
-        return self.estimate - max(0, self.kept)
+        return Comparison(self.strategy, Estimate(self.estimate, self.estimate), self.kept).error
 
     @property
     def stranded(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vmm_kv.demo.config import ModelConfig
-from vmm_kv.estimate import Descriptor
+from vmm_kv.estimate import Descriptor, Mode, capture_order
 
 MIB = 1 << 20
 
@@ -34,11 +34,13 @@ class Ladder:
 
     def descriptors(self) -> tuple[Descriptor, ...]:
         """In the order of capture, the largest first within a mode."""
-        full = [Descriptor("full", size) for size in reversed(self.decode)]
-        draft = [Descriptor("draft", size) for size in reversed(self.decode)] if self.draft else []
-        pieces = [Descriptor("piecewise", size) for size in reversed(self.prefill)]
-        images = [Descriptor("encoder", size) for size in reversed(self.images)]
-        return (*images, *pieces, *full, *draft)
+        modes: tuple[tuple[Mode, tuple[int, ...]], ...] = (
+            ("encoder", self.images),
+            ("piecewise", self.prefill),
+            ("full", self.decode),
+            ("draft", self.decode if self.draft else ()),
+        )
+        return capture_order(Descriptor(mode, size) for mode, sizes in modes for size in sizes)
 
 
 @dataclass(frozen=True)

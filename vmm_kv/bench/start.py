@@ -15,7 +15,7 @@ from vmm_kv.bench.engine import BenchEngine, Models, profile_blocks
 from vmm_kv.bench.probe import EngineProbe
 from vmm_kv.bench.row import Known, Row
 from vmm_kv.bench.scenario import Scenario
-from vmm_kv.budget import BudgetError, exactly, transient
+from vmm_kv.budget import BudgetError, exactly, requested_bytes, transient
 from vmm_kv.device import Device
 from vmm_kv.estimate import Estimate, PostCaptureFixedHeadroom, StartupPlan, Strategy, kv_before_capture
 from vmm_kv.fingerprint import Fingerprint
@@ -68,7 +68,7 @@ class Start:
         models = Models(self.scenario, self.device.torch_device)
         flush(self.device.memory)
         now = self.device.reading("weights")
-        spare = now.free - int((1 - self.scenario.utilization) * now.total) - self.scenario.room
+        spare = now.free - (now.total - self._requested()) - self.scenario.room
         if spare < 0:
             raise BudgetError(
                 f"{exactly(now.free)} are free beside the weights, less than the room of {exactly(self.scenario.room)}"
@@ -263,7 +263,7 @@ class Start:
         self.row.samples, self.row.notes = found.samples, found.notes
 
     def _requested(self) -> int:
-        return int(self.scenario.utilization * self.device.total_bytes)
+        return requested_bytes(self.device.total_bytes, self.scenario.utilization)
 
 
 def ordinary_cache(specs: list[TensorSpec], blocks: int, device: Device) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vmm_kv.config_fields import read_config
 from vmm_kv.demo.requests import LEAST_LONGEST
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,8 @@ class ModelConfig:
 
         Raises `ValueError` that names the field if one is missing or makes no sense, `OSError` if there is no file.
         """
-        source = files(__package__).joinpath("config.json") if path is None else Path(path)
-        try:
-            fields = json.loads(source.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{source}: no JSON: {error}") from error
-        except RecursionError:
-            raise ValueError(f"{source}: nested too deeply for a config.json") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"{source}: a JSON object is expected, not {type(fields).__name__}")
+        source = Path(str(files(__package__).joinpath("config.json"))) if path is None else Path(path)
+        fields = read_config(source)
         try:
             return cls.from_fields(fields)
         except ValueError as error:

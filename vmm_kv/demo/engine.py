@@ -108,7 +108,7 @@ class Engine:
         # reads and writes the null block.
         size = (config.ladder[-1], 3 + config.table_width)
         self._rows = torch.zeros(size, dtype=torch.int64, device=model.device)
-        self._batches = {size: _batch(self._rows[:size]) for size in config.ladder}
+        self._batches = {size: batch_of(self._rows[:size]) for size in config.ladder}
 
     @property
     def graphs(self) -> int:
@@ -118,14 +118,14 @@ class Engine:
     def profile(self) -> None:
         """Runs the longest prefill and the largest decode batch eagerly."""
         self.worst_step()
-        self._fill(self._profile_rows(self.config.ladder[-1]), self.config.ladder[-1])
+        fill(self._rows, self._profile_rows(self.config.ladder[-1]), self.config.ladder[-1])
         self.model(self._batches[self.config.ladder[-1]], self.kv)
 
     def capture(self) -> None:
         """Captures one graph for each batch size, the largest first, all in one pool: its memory serves the others."""
         pool = self._device_graphs.graph_pool()
         for size in reversed(self.config.ladder):
-            self._fill(self._profile_rows(size), size)
+            fill(self._rows, self._profile_rows(size), size)
             self.model(self._batches[size], self.kv)  # libraries set themselves up on the first run of a shape
             graph = self._device_graphs.new_graph()
             with self._device_graphs.capture(graph, pool):
@@ -191,7 +191,7 @@ class Engine:
         size = next(size for size in self.config.ladder if size >= count)
         rows = [self._row(sequence.tokens, sequence.table) for sequence in self.running]
         blocks.wrote(s.table[(len(s.tokens) - 1) // self.config.block_size] for s in self.running)
-        self._fill(rows, size)
+        fill(self._rows, rows, size)
         if size in self._graphs:
             self._graphs[size].replay()
             logits = self._outputs[size]
@@ -229,11 +229,15 @@ class Engine:
         """One-token sequences, each in a block of its own."""
         return [self._row([0], [paging.NULL_BLOCK + 1 + i]) for i in range(size)]
 
-    def _fill(self, rows: list[list[int]], size: int) -> None:
-        padding = [[0] * self._rows.shape[1]] * (size - len(rows))
-        self._rows[:size].copy_(torch.tensor(rows + padding))
+
+def fill(home: Tensor, rows: list[list[int]], size: int) -> None:
+    """Writes the rows to the static input and pads them to `size` with rows of zeros."""
+    padding = [[0] * home.shape[1]] * (size - len(rows))
+    home[:size].copy_(torch.tensor(rows + padding))
 
 
-def _batch(rows: Tensor) -> Batch:
-    """The views of the static input that a graph of this batch size reads."""
-    return Batch(tokens=rows[:, 0:1], positions=rows[:, 1:2], slots=rows[:, 2:3], tables=rows[:, 3:])
+def batch_of(rows: Tensor, tokens: int = 1) -> Batch:
+    """The views of the static input that a graph of this batch size reads, `tokens` new ones in each sequence."""
+    return Batch(
+        rows[:, :tokens], rows[:, tokens : 2 * tokens], rows[:, 2 * tokens : 3 * tokens], rows[:, 3 * tokens :]
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import re
 import threading
 import uuid
@@ -20,6 +19,7 @@ from typing import Any
 from vmm_kv.driver.binding import broken, load, restore
 from vmm_kv.driver.failures import DEINITIALIZED, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, failure
 from vmm_kv.errors import StateError, UnsupportedError
+from vmm_kv.installed import installed
 
 _PACKAGE = "hip-python>=6.4"
 _NEEDED = (
@@ -123,7 +123,7 @@ class HipBinding:
     def versions(self) -> dict[str, str]:
         driver = int(self._checked("hip", "device", "the driver's version", self.api.hipDriverGetVersion))
         return {
-            "binding": _installed("hip-python"),
+            "binding": installed("hip-python") or "unknown",
             "driver": version_text(driver),
             "runtime": version_text(self.version("hip")),
         }
@@ -280,13 +280,6 @@ def _from_table(table: dict[str, Any]) -> tuple[Callable[[int], int], Callable[[
         function("hipThreadExchangeStreamCaptureMode", b"enum hipStreamCaptureMode *", pointer),
         function("hipStreamIsCapturing", b"hipStream_t, enum hipStreamCaptureStatus *", pointer, pointer),
     )
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except (importlib.metadata.PackageNotFoundError, KeyError):  # its files are there, what pip wrote of them is not
-        return "unknown"
 
 
 def version_text(number: int) -> str:

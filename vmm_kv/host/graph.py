@@ -116,9 +116,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with (
-            torch._C._DisableTorchDispatch()
-        ):  # nothing is charged in here, and asking each time takes most of the time
+        with torch._C._DisableTorchDispatch():  # nothing is charged in here, so no mode need be asked
             return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
