@@ -83,13 +83,16 @@ def test_memory_that_ran_out_is_a_result_and_a_crash_is_none(runs: Runs) -> None
         (["--jobs", "0"], "jobs must be at least 1"),
         (["--pairs", "-1"], "pairs at least 0"),
         (["--room", "much"], "'much' is not a size"),
+        (["--device", "abacus:0"], "device 'abacus:0': it is 'auto', 'host"),
+        (["--device", "host:1KB"], "'1KB' is not a size"),
+        (["--utilization", "1.5"], "utilization must be above 0 and at most 1, got 1.5"),
     ],
 )
 def test_what_there_is_not_is_one_line(
     asked: list[str], said: str, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "startup", *asked]) == 1
-    assert said in capsys.readouterr().err
+    assert cli.main(["bench", "startup", *asked]) == 2
+    assert said in capsys.readouterr().err and runs.scenarios == ()
 
 
 def test_the_script_is_the_command() -> None:
@@ -104,5 +107,5 @@ def test_a_folder_that_cannot_be_is_seen_before_anything_runs(
     runs = Runs(comparison())
     monkeypatch.setattr(comparing, "compare", runs)
     (tmp_path / "file").write_text("")
-    assert cli.main(["bench", "startup", "--output", str(tmp_path / "file")]) == 1
+    assert cli.main(["bench", "startup", "--output", str(tmp_path / "file")]) == 2
     assert runs.scenarios == () and "file" in capsys.readouterr().err

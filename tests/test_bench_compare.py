@@ -89,6 +89,11 @@ def test_negative_samples_have_a_table_of_their_own() -> None:
     assert "| decode | Sampled, floor 1 MiB | -35.0, 1.0 | -26.0 | 20.0 |" in markdown(comparison(row))
 
 
+def test_without_samples_there_is_no_table_of_them() -> None:
+    text = markdown(comparison(made()))
+    assert "negative" not in text and text.endswith("|\n")
+
+
 def test_a_bar_goes_beyond_the_end_where_memory_ran_out() -> None:
     """30 MiB beside the weights of a device of 128, of which the engine's buffers take 2."""
     of = scenario(room=30 * MIB)

@@ -13,6 +13,7 @@ from bench_small import LADDERS, MIB, measured, quick, row, scenario
 from vmm_kv.bench import strategies
 from vmm_kv.bench.row import Known
 from vmm_kv.bench.worker import _shortage
+from vmm_kv.budget import BudgetError
 from vmm_kv.fingerprint import PinError
 
 
@@ -101,6 +102,12 @@ def test_a_fixed_headroom_after_capture_leaves_just_that(known: dict[str, Known]
     found = row(scenario(), "PostCaptureFixedHeadroom", known["decode"])
     assert found.outcome == "served" and found.estimate == found.estimate_raw == 1536 * MIB * 16 // (20 << 10)
     assert found.captures == found.graphs
+
+
+@pytest.mark.parametrize(("room", "where"), [(1 << 10, "load"), (MIB, "capture: graph 1 of 3, full 4")])
+def test_a_room_for_nothing_is_told_by_the_measuring_run(room: int, where: str) -> None:
+    with pytest.raises(BudgetError, match=f"out of memory at {where} with the smallest KV cache in a room of .*more"):
+        measured(scenario(room=room))
 
 
 def test_weights_that_do_not_fit_the_room_are_refused(known: dict[str, Known]) -> None:

@@ -352,6 +352,8 @@ def test_activation_ratio_scales_the_peak_to_the_largest_graph() -> None:
     assert ActivationRatio(1.1).estimate(probe).bytes == -(-(GIB + 1) * 11 // 40)
     with pytest.raises(ValueError, match="had 0 tokens"):
         ActivationRatio().estimate(FakeProbe(ladder(3), profiled_tokens=0))
+    off = FakeProbe(ladder(3), profiled_tokens=0, capture_enabled=False)
+    assert ActivationRatio().estimate(off).bytes == 0
 
 
 @pytest.mark.parametrize("strategy", BEFORE_CAPTURE, ids=lambda strategy: strategy.name)
@@ -430,3 +432,23 @@ def test_importing_it_imports_no_torch_and_no_driver() -> None:
         "assert not {'torch', 'numpy', 'vmm_kv._native', 'cuda', 'hip'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: ActivationRatio(-1.0),
+        lambda: ActivationRatio(float("nan")),
+        lambda: FlatPerGraph(-1),
+        lambda: FlatHeadroom(-1),
+        lambda: FlatHeadroom(1, 1, -0.5),
+        lambda: FlatHeadroom(1, 1, float("inf")),
+        lambda: SampledExtrapolation(floor=-1),
+        lambda: SampledPerMode(floor=-1),
+        lambda: PostCaptureFixedHeadroom(-1),
+        lambda: PostCaptureFixedHeadroom(1, later=(("debug", -1),)),
+    ],
+)
+def test_a_parameter_that_would_set_less_than_nothing_aside_is_refused(made: Callable[[], Strategy]) -> None:
+    with pytest.raises(ValueError, match="or more, got"):
+        made()

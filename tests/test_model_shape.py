@@ -229,7 +229,13 @@ def test_which_layers_cache_what(changes: dict[str, Any], expected: str) -> None
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ({"sliding_window": 64}, "layer_types is missing"),
         ({"torch_dtype": "int4"}, "'int4'"),
-        ({"is_encoder_decoder": True}, "only decoders"),
+        ({"is_encoder_decoder": True}, "'llama' is an encoder with a decoder: only decoders"),
+        ({"model_type": "bert"}, "'bert' is an encoder, which keeps no KV cache"),
+        ({"architectures": ["NewForMaskedLM"]}, "is an encoder, which keeps no KV cache"),
+        ({"architectures": 1}, "architectures: a list is expected"),
+        ({"num_key_value_heads": 12}, "12 key-value heads do not divide the 32 attention heads"),
+        ({"num_key_value_heads": 64}, "64 key-value heads do not divide the 32 attention heads"),
+        ({"num_hidden_layers": 10**6}, "1000000 layers, at most 10000 are planned"),
     ],
     ids=str,
 )
@@ -399,3 +405,19 @@ def test_keys_that_are_given_are_never_replaced_by_those_of_a_nested_class() -> 
     given = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     with pytest.raises(ValueError, match="layer_types names 26 layers, num_hidden_layers is 32"):
         from_values({"model_type": "gemma3", **given, "head_dim": 128})
+
+
+def test_an_encoder_that_is_said_to_be_a_decoder_is_planned() -> None:
+    assert token_bytes(shape(model_type="bert", is_decoder=True, layer_types=["full_attention"] * 32, head_dim=128))
+
+
+def test_full_attention_is_never_assumed_where_layers_keep_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_fields, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"layer_types is missing.*'unheard_of'.*not installed"):
+        from_values({**LLAMA, "model_type": "unheard_of", "mamba_d_state": 128})
+
+
+@needs_transformers
+def test_a_config_that_its_class_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer_types is missing.*transformers does not accept.*mamba_expand"):
+        from_values({**LLAMA, "model_type": "zamba2", "mamba_expand": "x"})

@@ -168,6 +168,10 @@ def test_what_does_not_fit_says_what_is_short(tmp_path: Path, capsys: pytest.Cap
         (LLAMA, ["--pp", "33"], "only 32 layers"),
         (LLAMA, ["--tp", "0"], "--tp must be at least 1"),
         (LLAMA, ["--block-size", "0"], "--block-size must be at least 1"),
+        (LLAMA, ["--step-tokens", "-1"], "--step-tokens must be at least 0"),
+        (LLAMA, ["--term", "weights=1GiB", "--weights", "1GiB"], "two terms of one rank have one name"),
+        ({**LLAMA, "num_key_value_heads": 7}, [], "7 key-value heads do not divide the 32 attention heads"),
+        ({**LLAMA, "num_hidden_layers": 10_001}, [], "10001 layers, at most 10000"),
         (LLAMA, ["--kv-dtype", "fp7"], "is no KV dtype"),
         (LLAMA, ["--utilization", "1.5"], "utilization must be above 0"),
         ({**LLAMA, "hybrid_override_pattern": "*-", "num_hidden_layers": 2}, ["--pp", "2"], "stage 1 caches anything"),
@@ -177,17 +181,17 @@ def test_what_does_not_fit_says_what_is_short(tmp_path: Path, capsys: pytest.Cap
 def test_wrong_options_and_configs(
     values: dict[str, Any], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--config", config(tmp_path, values), "--memory", "80GiB", *more]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("vmm-kv plan: ") and message in error
+    assert main(["plan", "--config", config(tmp_path, values), "--memory", "80GiB", *more]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("vmm-kv plan: ") and message in told.err
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "", "1"])
 def test_files_that_are_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert main(["plan", "--config", str(tmp_path), "--memory", "80GiB"]) == 1
+    assert main(["plan", "--config", str(tmp_path), "--memory", "80GiB"]) == 2
     assert str(tmp_path / "config.json") in capsys.readouterr().err
-    assert main(["plan", "--config", str(tmp_path / "none.json"), "--memory", "80GiB"]) == 1
+    assert main(["plan", "--config", str(tmp_path / "none.json"), "--memory", "80GiB"]) == 2
 
 
 @pytest.mark.parametrize("more", [["--memory", "80GB"], ["--term", "graphs"], ["--blocks", "1", "--kv-bytes", "1GiB"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from vmm_kv.kv_groups import Group
@@ -47,3 +48,15 @@ def test_a_kind_that_is_none_is_refused() -> None:
         Term("weights", 1, "permanant")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'nope' is no kind: full, window, state"):
         Group("full", 16, kind="nope")  # type: ignore[arg-type]
+
+
+def test_what_is_no_whole_number_is_named() -> None:
+    with pytest.raises(TypeError, match=r"term 'weights': nbytes must be a whole number, got 1\.5"):
+        Term("weights", 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rank: total must be a whole number, got 80000000000"):
+        Rank(80e9)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rank 1: free must be a whole number, got '9'"):
+        Rank(10, free="9", name="rank 1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"group 'full': bytes_per_block must be a whole number, got 16\.0"):
+        Group("full", 16.0)  # type: ignore[arg-type]
+    assert type(Rank(np.int64(10)).total) is int and type(Group("full", np.int64(16)).bytes_per_block) is int

@@ -160,6 +160,20 @@ def _set(*keys: Any) -> Callable[[Any], None]:
         (_set("report", "caches", {}), r"report\.caches: {} is no list"),
         (_set("report", None), r"report: None is no object"),
         (_set("report", "phases", "load", 10**400), "too large for a float"),
+        (_set("version", True), "of version True"),
+        (_set("report", "blocks", 0), "report: blocks must be at least 1, got 0"),
+        (_set("report", "blocks", 101), "report: 101 blocks granted, there are addresses for 100"),
+        (_set("report", "mapped_bytes", -1), "report: mapped_bytes must be at least 1, got -1"),
+        (_set("report", "captures", -1), "report: captures must be at least 0, got -1"),
+        (_set("report", "backing", "hope"), "report: backing 'hope' is none: prefix, alias, none"),
+        (_set("report", "readings", []), "report: readings: at least one is expected"),
+        (_set("report", "tries", []), "report: tries: at least one is expected"),
+        (_set("report", "caches", []), "report: caches: at least one is expected"),
+        (_set("report", "caches", 0, "unit", 0), r"report\.caches\[0\]: unit must be at least 1, got 0"),
+        (
+            _set("report", "plan", "terms", "headroom", [["a", 1], ["a", 2]]),
+            r"report: plan\.terms\.headroom: two items have one name: a, a",
+        ),
     ],
 )
 def test_a_field_that_makes_no_sense_is_named(change: Callable[[Any], object], said: str, tmp_path: Path) -> None:
@@ -209,3 +223,10 @@ def test_plan_and_terms_hold_only_what_comes_back() -> None:
     data = json.loads(json.dumps(sample().plan.to_dict()))
     assert decode(Plan, data) == sample().plan
     assert decode(Terms, data["terms"]) == sample().plan.terms
+
+
+def test_a_folder_that_is_not_there_is_told_with_the_path_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "report.json"
+    with pytest.raises(FileNotFoundError) as raised:
+        sample().save(path)
+    assert raised.value.filename == str(path)

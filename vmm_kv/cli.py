@@ -15,7 +15,8 @@ from vmm_kv.errors import VmmError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Exit status 0; 1 where the demo leaves something unproved or cannot run, where not even the
-    host device works for the doctor, or where a plan does not fit; 2 for misuse."""
+    host device works for the doctor, where a plan does not fit, or where a benchmark fails; 2 for misuse: wrong
+    options, and files that cannot be read or written."""
     given = sys.argv[1:] if argv is None else list(argv)
     options = _parser(given).parse_args(given)
     commands = {"demo": _demo, "doctor": _doctor, "plan": _plan, "bench": _bench}
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[options.command](options)
     except (VmmError, ValueError, OSError) as error:
         print(f"vmm-kv {options.command}: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, VmmError) else 2
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

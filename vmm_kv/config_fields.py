@@ -129,7 +129,10 @@ def decoder_fields(values: Mapping[str, Any]) -> Fields:
 
 
 def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The decoder's fields with the defaults of its configuration class, or `None` and why there are none."""
+    """The decoder's fields with the defaults of its configuration class, or `None` and why there are none.
+
+    `ValueError` where that class refuses the config: what it leaves out is not what a general rule would assume.
+    """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         return None, "model_type is missing, so no configuration class of transformers can fill it in"
@@ -145,7 +148,7 @@ def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         return None, f"transformers could not be asked: {error}"
     if child.returncode:
         last = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
-        return None, f"transformers does not accept the config: {last[0][:300]}"
+        raise ValueError(f"transformers does not accept the config: {last[0][:300]}")
     answer = json.loads(child.stdout.strip().splitlines()[-1])
     if "filled" not in answer:
         return None, f"transformers does not know model type {model_type!r}"

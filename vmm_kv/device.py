@@ -151,19 +151,14 @@ def open_device(name: str = "auto", *, handle_types: Sequence[str] = ("none",)) 
     missing and what to install, also where a GPU is there and cannot be driven: the host never stands in for it
     unasked.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"open_device takes a name as a str, {_NAMES}; got {name!r}")
     handle_types = checked(handle_types)
-    kind, _, rest = name.partition(":")
-    if name == "auto":
+    kind, index, budget = parse_name(name)
+    if kind == "auto":
         return _open_auto(handle_types)
     if kind == "host":
         if "none" not in handle_types:
             raise UnsupportedError(f"host memory has no {' or '.join(handle_types)} handles: ask for 'none' as well")
-        return open_host(parse_bytes(rest) if rest else half_of_memory(_GRANULE))
-    if kind not in gpu_drivers.KINDS:
-        raise ValueError(f"device {name!r}: it is {_NAMES}")
-    index, budget = _index_and_budget(name, rest)
+        return open_host(budget or half_of_memory(_GRANULE))
     if emulated.mode():
         driver, framework = emulated.open_emulated(kind, index, budget or emulated.BUDGET, handle_types)
         log.warning("opened %s on an EMULATED driver: its memory is this machine's, its tensors are on the CPU", name)
@@ -221,9 +216,21 @@ def _open_gpu(kind: str, index: int, handle_types: Sequence[str]) -> Device:
     return Device(driver, torch.device("cuda", ordinal), framework)
 
 
-def _index_and_budget(name: str, rest: str) -> tuple[int, int]:
-    """Of what follows the kind in `"cuda:0:2GiB"`; 0 for each that is not given."""
+def parse_name(name: str) -> tuple[str, int, int]:
+    """The kind, the index and the bytes in `"cuda:0:2GiB"`, 0 for each that is not given. Opens nothing.
+
+    Raises `TypeError` or `ValueError` for what is no name of a device.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"open_device takes a name as a str, {_NAMES}; got {name!r}")
+    kind, _, rest = name.partition(":")
+    if name == "auto":
+        return name, 0, 0
+    if kind == "host":
+        return kind, 0, parse_bytes(rest) if rest else 0
+    if kind not in gpu_drivers.KINDS:
+        raise ValueError(f"device {name!r}: it is {_NAMES}")
     index, _, size = rest.partition(":")
     if index and not index.isdecimal():
         raise ValueError(f"device {name!r}: {index!r} is no device number; it is {_NAMES}")
-    return int(index or 0), parse_bytes(size) if size else 0
+    return kind, int(index or 0), parse_bytes(size) if size else 0

@@ -18,7 +18,13 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal, get_args
 
+from vmm_kv.sizes import whole
+
 GroupKind = Literal["full", "window", "state"]
+_LEAST = {
+    "bytes_per_block": 0, "bytes_per_request": 0, "block_size": 1, "context_parallel": 1, "segments": 1, "window": 1,
+    "requests": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,12 @@ class Group:
     def __post_init__(self) -> None:
         if self.kind not in get_args(GroupKind):
             raise ValueError(f"group {self.name!r}: {self.kind!r} is no kind: {', '.join(get_args(GroupKind))}")
-        at_least = {"bytes_per_block": 0, "bytes_per_request": 0, "block_size": 1, "context_parallel": 1, "segments": 1}
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"group {self.name!r}: {name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("window", "requests"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"group {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            if (given := getattr(self, name)) is None:
+                continue
+            object.__setattr__(self, name, number := whole(f"group {self.name!r}: {name}", given))
+            if number < least:
+                raise ValueError(f"group {self.name!r}: {name} must be at least {least}, got {number}")
         if (self.kind == "window") != (self.window is not None):
             raise ValueError(f"group {self.name!r}: a window is what kind='window' has, got {self.kind}, {self.window}")
         if self.kind == "state" and (self.bytes_per_block or not self.bytes_per_request):

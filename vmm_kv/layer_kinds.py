@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from vmm_kv.config_fields import Fields, whole
+from vmm_kv.config_fields import Fields, MissingKey, whole
 
 Kind = Literal["full", "window", "state", "full + state", "window + state", "none"]
 
@@ -28,6 +28,18 @@ _ALL_WINDOW = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "s
 _ALL_STATE = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}
 """Every n-th layer is full, the others have the window: what these model types do where the config leaves it out."""
+_ENCODERS = frozenset({
+    "albert", "beit", "bert", "big_bird", "camembert", "clip", "convbert", "data2vec-text", "deberta", "deberta-v2",
+    "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "hubert",
+    "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "luke", "megatron-bert", "mobilebert",
+    "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "siglip", "siglip2", "squeezebert", "swin", "tapas", "vit", "wav2vec2", "wavlm", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod", "yoso",
+})  # fmt: skip
+"""Model types that are encoders, unless the config says `is_decoder`: they see all of the input at once."""
+_MOST_LAYERS = 10_000
+_OF_STATES = ("mamba_", "ssm_", "linear_", "lru_", "rwkv_")
+"""What keys of layers with a state begin with."""
 _ALL_FULL = frozenset({
     "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "phi", "gpt2", "gpt_neox", "gptj", "gpt_bigcode",
     "opt", "bloom", "mpt", "falcon", "stablelm", "olmo", "olmo2", "olmoe", "granite", "granitemoe", "cohere", "glm",
@@ -38,7 +50,9 @@ _ALL_FULL = frozenset({
 
 
 def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
-    """One kind a layer. `MissingKey` where the config does not tell; `ValueError` for a kind that is not known here."""
+    """One kind a layer. `MissingKey` where the config does not tell; `ValueError` for a kind that is not known here
+    and for what is no decoder."""
+    _check_decoder(fields)
     named = fields.sequence("layer_types", "layers_block_type")
     if named is not None:
         latent = fields.get("kv_lora_rank") is not None
@@ -50,12 +64,16 @@ def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
             raise ValueError(f"hybrid_override_pattern: {''.join(unknown)[:20]!r} is no kind of layer known here")
         return _checked(fields, [_LETTERS[letter] for letter in pattern])
     count = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if count > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers: {count} layers, at most {_MOST_LAYERS} are planned")
     if (found := _from_positions(fields, count) or _from_window(fields, count)) is not None:
         return found
     if fields.model_type in _ALL_STATE:
         return _all("state", count)
     if fields.model_type == "falcon_h1":
         return _all("full + state", count)
+    if fields.model_type not in _ALL_FULL and any(str(name).startswith(_OF_STATES) for name in fields.values):
+        raise MissingKey("layer_types", fields.model_type)  # some layers keep a state, nobody says which
     fields.implied("layer_types", fields.model_type in _ALL_FULL, "full attention in every layer is")
     return _all("full", count)
 
@@ -63,6 +81,16 @@ def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
 def window_tokens(fields: Fields) -> int:
     """Tokens that a layer with a window keeps of a request."""
     return fields.count("sliding_window", "attention_chunk_size", "attention_window_size", "sliding_window_size")
+
+
+def _check_decoder(fields: Fields) -> None:
+    if fields.get("is_encoder_decoder") is True:
+        raise ValueError(f"{fields.model_type!r} is an encoder with a decoder: only decoders are planned here")
+    masked = [str(name).endswith("ForMaskedLM") for name in fields.sequence("architectures") or ()]
+    if fields.get("is_decoder") is not True and (fields.model_type in _ENCODERS or (masked and all(masked))):
+        raise ValueError(
+            f"{fields.model_type!r} is an encoder, which keeps no KV cache: only decoders are planned here"
+        )
 
 
 def _kind(name: Any) -> Kind:

@@ -198,7 +198,10 @@ def from_values(values: dict[str, Any], *, dtype: str | None = None) -> ModelSha
     try:
         return shape_of(decoder_fields(values), dtype)
     except MissingKey as missing:
-        defaults, why = filled(values)
+        try:
+            defaults, why = filled(values)
+        except ValueError as wrong:
+            raise ValueError(f"{missing}; {wrong}") from missing
         own = decoder_fields(values)
         # The outer config's dtype stays: the class of a nested one does not know it.
         fields = own if defaults is None else decoder_fields({**_there(defaults), **_there(own.values)})
@@ -214,8 +217,6 @@ def from_values(values: dict[str, Any], *, dtype: str | None = None) -> ModelSha
 
 def shape_of(fields: Fields, dtype: str | None = None) -> ModelShape:
     """The shape that these fields describe, nothing else asked. `MissingKey` where they do not."""
-    if fields.get("is_encoder_decoder") is True:
-        raise ValueError(f"{fields.model_type!r} is an encoder with a decoder: only decoders are planned here")
     kinds = layer_kinds(fields)
     shared = fields.optional_count("num_kv_shared_layers", least=0) or 0
     kept = [kind if i < len(kinds) - shared else "none" for i, kind in enumerate(kinds)]
@@ -274,6 +275,8 @@ def _attention(fields: Fields, index: int, *, windowed: bool) -> Attention | Lat
     heads = _kv_heads(fields, index)
     if heads == 0:
         return None
+    if (queries := fields.count(*_HEADS)) % heads:
+        raise ValueError(f"{heads} key-value heads do not divide the {queries} attention heads")
     size = _head_size(fields)
     value = fields.optional_count("v_head_dim") or size
     return Attention(heads, size, value, window_tokens(fields) if windowed else None)

@@ -50,28 +50,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the shape and the plan. 1 where the request does not fit, with what is short; `ValueError` for wrong
-    options and configs."""
-    for name in ("tp", "pp", "block_size"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options and configs, `OSError` where there is no config: then nothing is printed."""
+    for name, least in (("tp", 1), ("pp", 1), ("block_size", 1), ("step_tokens", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     shape = read(options.config, dtype=options.dtype)
     stages = [
         shape.groups(kv=options.kv_dtype, tp=options.tp, layers=layers, recurrent=options.state_dtype)
         for layers in stage_layers(len(shape.layers), options.pp)
     ]
     told = _shape(shape, stages, options)
-    if not options.json:
-        print("\n".join(_lines(told)))
     if empty := [str(i) for i, groups in enumerate(stages) if not groups]:
         raise ValueError(f"no layer of pipeline stage {', '.join(empty)} caches anything: nothing to plan there")
     try:
         plan = plan_ranks(_ranks(stages, options), _request(options), max_model_len=told["max_model_len"])
     except RankBudgetError as error:
-        if options.json:
-            print(json.dumps({"model": told, "error": str(error), "plan": error.ranked.to_dict()}))
+        failed = {"model": told, "error": str(error), "plan": error.ranked.to_dict()}
+        print(json.dumps(failed) if options.json else _text(told))
         print(f"vmm-kv plan: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"model": told, "plan": plan.to_dict()}) if options.json else f"\n{plan}")
+    print(json.dumps({"model": told, "plan": plan.to_dict()}) if options.json else f"{_text(told)}\n\n{plan}")
     return 0
 
 
@@ -187,7 +185,7 @@ def _padding(groups: Sequence[KvGroup]) -> int:
     return sum(padding_layers(count, size) for count in counts) if len(counts) > 1 else 0
 
 
-def _lines(told: dict[str, Any]) -> list[str]:
+def _text(told: dict[str, Any]) -> str:
     parallel = f", tensor parallel {told['tp']}, pipeline parallel {told['pp']}" if told["tp"] * told["pp"] > 1 else ""
     lines = [f"{told['model_type']}: {told['layers']} layers, KV in {told['kv_dtype']}{parallel}"]
     for rank in told["ranks"]:
@@ -207,4 +205,4 @@ def _lines(told: dict[str, Any]) -> list[str]:
             lines.append(f"  {group['name'] + ', layers':<28} {len(group['layers'])}: {size}")
         if rank["padding_layers"]:
             lines.append(f"  {'padding layers':<28} {rank['padding_layers']}, so that groups share one pool of blocks")
-    return [*lines, *(f"note: {note}" for note in told["notes"])]
+    return "\n".join([*lines, *(f"note: {note}" for note in told["notes"])])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vmm_kv.kv_groups import Group
+from vmm_kv.sizes import whole
 
 TermKind = Literal["permanent", "transient", "startup", "margin", "co-resident"]
 
@@ -34,6 +35,7 @@ class Term:
     """Where the figure is from, shown beside it: a strategy's name, a reading."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", whole(f"term {self.name!r}: nbytes", self.nbytes))
         if self.kind not in get_args(TermKind):
             raise ValueError(f"term {self.name!r}: {self.kind!r} is no kind: {', '.join(get_args(TermKind))}")
         if self.turn is not None and self.kind not in ("transient", "startup"):
@@ -62,6 +64,9 @@ class Rank:
     """Shown in the plan: whose figures `total` and `free` are."""
 
     def __post_init__(self) -> None:
+        for field in ("total", "free", "granule"):
+            if (number := getattr(self, field)) is not None:
+                object.__setattr__(self, field, whole(f"{self.name or 'rank'}: {field}", number))
         names = [term.name for term in self.terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two terms of one rank have one name: {', '.join(names)}")

@@ -36,6 +36,9 @@ class CacheRecord:
     tensors: Facts
     """Each tensor's shape, dtype and place, as text."""
 
+    def __post_init__(self) -> None:
+        _at_least(self, capacity=1, reserved_bytes=1, unit=1)
+
 
 @dataclass(frozen=True)
 class StartupReport:
@@ -70,6 +73,20 @@ class StartupReport:
     driver_calls: dict[str, int]
     """Calls of each driver primitive from the first reading to the end of the commit."""
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for what no start-up comes to: a file may have been edited."""
+        _at_least(self, blocks=1, capacity=1, profile_blocks=0, reserved_bytes=1, mapped_bytes=1, captures=0)
+        if self.blocks > self.capacity:
+            raise ValueError(f"{self.blocks} blocks granted, there are addresses for {self.capacity}")
+        if self.backing not in ("prefix", "alias", "none"):
+            raise ValueError(f"backing {self.backing!r} is none: prefix, alias, none")
+        for name in ("caches", "readings", "tries"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: at least one is expected")
+        items = [name for name, _ in self.plan.terms.headroom]
+        if len(set(items)) < len(items):
+            raise ValueError(f"plan.terms.headroom: two items have one name: {', '.join(items)}")
+
     @property
     def footprint_raw(self) -> int:
         """Bytes that all captures kept, signed. In `plan.own` already."""
@@ -95,13 +112,18 @@ class StartupReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON that `load` reads, for `Startup(pinned=...)`. Whoever reads meanwhile sees old or new."""
+        """Writes it as JSON that `load` reads, for `Startup(pinned=...)`. Whoever reads meanwhile sees old or new.
+
+        Raises `OSError` that names the file if it cannot be written; what was there stays.
+        """
         path = Path(path)
         text = json.dumps({"format": _FORMAT, "version": _VERSION, "report": asdict(self)}, indent=2, allow_nan=False)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -125,7 +147,7 @@ class StartupReport:
     def _from_saved(cls, data: object) -> StartupReport:
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError("not a saved start-up report, which StartupReport.save writes")
-        if data.get("version") != _VERSION:
+        if data.get("version") != _VERSION or isinstance(data["version"], bool):
             raise ValueError(
                 f"a start-up report of version {data.get('version')!r}, this vmm_kv reads version {_VERSION}: "
                 "start without the pin once, and save that report"
@@ -155,6 +177,12 @@ class StartupReport:
             *(f"advice: {line}" for line in plan.advice),
         ]
         return "\n".join(lines)
+
+
+def _at_least(record: object, **least: int) -> None:
+    for name, bound in least.items():
+        if (number := getattr(record, name)) < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {number}")
 
 
 def _no_number(name: str) -> NoReturn:

@@ -80,16 +80,18 @@ def test_a_device_that_cannot_hold_the_proof_is_told(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "status", "said"),
     [
-        ("host:10MiB", "the model's weights take 15.13 MiB"),
-        ("host:34MiB", "host:34MiB is too small for the demo: host:0 is out of memory"),
-        ("host:45MiB", "host:45MiB is too small for the demo: host:0 is out of memory"),
-        ("host:99999999TiB", "'99999999TiB' is not a size"),
+        ("host:10MiB", 1, "the model's weights take 15.13 MiB"),
+        ("host:34MiB", 1, "host:34MiB is too small for the demo: host:0 is out of memory"),
+        ("host:45MiB", 1, "host:45MiB is too small for the demo: host:0 is out of memory"),
+        ("host:99999999TiB", 2, "'99999999TiB' is not a size"),
     ],
 )
-def test_a_device_that_cannot_run_it_is_one_line(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--device", device]) == 1
+def test_a_device_that_cannot_run_it_is_one_line(
+    device: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "--device", device]) == status
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vmm-kv demo: ")]
     assert said in line
 

@@ -30,18 +30,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0 if every row came to an end that is a result: served, out of memory, no room. Else 1.
 
-    Raises `ValueError` for a ladder or strategy that there is not, `VmmError` where nothing can be measured.
+    Raises `ValueError` for a ladder, strategy or device that there is not and a utilization that is none, `VmmError`
+    where nothing can be measured.
     """
     from vmm_kv.bench.compare import compare
     from vmm_kv.bench.scenario import LADDERS, Scenario
     from vmm_kv.bench.strategies import NAMES
     from vmm_kv.bench.table import markdown
+    from vmm_kv.device import parse_name
+    from vmm_kv.request import Request
     from vmm_kv.sizes import parse_bytes
 
     names = _chosen("strategy", options.strategy, NAMES)
     chosen = _chosen("ladder", options.ladder, [ladder.name for ladder in LADDERS])
     if options.jobs < 1 or options.pairs < 0:
         raise ValueError("jobs must be at least 1, and pairs at least 0")
+    parse_name(options.device), Request(utilization=options.utilization)  # before minutes go by
     common = Scenario(LADDERS[0], device=options.device, utilization=options.utilization)
     if options.margin != "0":
         common = replace(common, margin=parse_bytes(options.margin))

@@ -32,7 +32,6 @@ def _lines(found: Comparison) -> Iterator[str]:
         yield from _ladder(found, scenario)
     yield ""
     yield from _paired(found)
-    yield ""
     yield from _negative(found)
 
 
@@ -122,7 +121,10 @@ def _paired(found: Comparison) -> Iterator[str]:
         f"{found.whole_ratio:.3f}."
     )
     yield ""
-    yield "| pair | capture + map, s | profile + capture, s | ratio | whole, s | whole, s | ratio | profile run, s |"
+    yield (
+        "| pair | capture + map, s | profile + capture, s | ratio "
+        "| whole start, s | FullProfile's, s | ratio | profile run, s |"
+    )
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for place, pair in enumerate(found.pairs, 1):
         ours, full = pair.ours, pair.full
@@ -134,6 +136,10 @@ def _paired(found: Comparison) -> Iterator[str]:
 
 
 def _negative(found: Comparison) -> Iterator[str]:
+    rows = [row for row in found.rows if row.samples and row.strategy.startswith("Sampled")]
+    if not rows:
+        return
+    yield ""
     yield "## Samples that come out negative"
     yield ""
     yield (
@@ -143,10 +149,9 @@ def _negative(found: Comparison) -> Iterator[str]:
     yield ""
     yield "| ladder | strategy | its first two samples | estimate | kept |"
     yield "| --- | --- | --- | ---: | ---: |"
-    for row in found.rows:
-        if row.samples and row.strategy.startswith("Sampled"):
-            shown = ", ".join(_mib(sample) for sample in row.samples[:2])
-            yield f"| {row.ladder} | {row.strategy} | {shown} | {_mib(row.estimate_raw)} | {_mib(row.kept)} |"
+    for row in rows:
+        shown = ", ".join(_mib(sample) for sample in row.samples[:2])
+        yield f"| {row.ladder} | {row.strategy} | {shown} | {_mib(row.estimate_raw)} | {_mib(row.kept)} |"
 
 
 def _mib(size: int | None) -> str:

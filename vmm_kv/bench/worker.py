@@ -15,7 +15,7 @@ from vmm_kv.bench import strategies
 from vmm_kv.bench.row import Known, Row
 from vmm_kv.bench.scenario import Scenario
 from vmm_kv.bench.start import Start
-from vmm_kv.budget import BudgetError
+from vmm_kv.budget import BudgetError, exactly
 from vmm_kv.device import open_device
 from vmm_kv.errors import OutOfPhysicalMemory
 
@@ -36,7 +36,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
         start = Start(scenario, device, row, serve=task.get("serve", True))
         device.driver.peak_used(reset=True)
         if name == MEASURE:
-            found = asdict(start.measure())
+            found = asdict(_measured(start))
             return {"known": found, "device": f"{device.name} ({device.properties.name})", "emulated": device.emulated}
         known = Known(**task["known"])
         row.oracle_blocks = known.blocks
@@ -64,6 +64,17 @@ def _start(start: Start, name: str, task: Mapping[str, Any], known: Known) -> No
         start.guess(name, Path(task["plan"]) if task.get("plan") else None, known)
     else:
         start.reserve_then_map(name, Path(task["save"]) if task.get("save") else None)
+
+
+def _measured(start: Start) -> Known:
+    try:
+        return start.measure()
+    except (RuntimeError, OutOfPhysicalMemory) as error:
+        if (shortage := _shortage(error)) is None:
+            raise
+        room = exactly(start.scenario.room)
+        told = f"out of memory at {start.where()} with the smallest KV cache in a room of {room}: give it more"
+        raise BudgetError(f"{told}. {str(shortage).splitlines()[0]}") from error
 
 
 def _shortage(error: BaseException | None) -> BaseException | None:

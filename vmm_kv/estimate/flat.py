@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,6 +35,10 @@ class ActivationRatio:
     factor: float = 1.0
     after_capture = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.factor < math.inf:
+            raise ValueError(f"factor must be a number of 0 or more, got {self.factor}")
+
     @property
     def name(self) -> str:
         return f"ActivationRatio({self.factor:g})"
@@ -41,6 +46,8 @@ class ActivationRatio:
     def estimate(self, probe: Probe) -> Estimate:
         """Raises `ValueError` if the profile run had no tokens."""
         largest = max((graph.size for graph in to_capture(probe)), default=0)
+        if not largest:
+            return Estimate(0, 0, notes=("no graph will be captured",))
         if probe.profiled_tokens < 1:
             raise ValueError(
                 f"{self.name}: the profile run had {probe.profiled_tokens} tokens, there is nothing to scale"
@@ -60,6 +67,10 @@ class FlatPerGraph:
 
     per_graph: int = 60_000_000
     after_capture = False
+
+    def __post_init__(self) -> None:
+        if self.per_graph < 0:
+            raise ValueError(f"per_graph must be 0 bytes or more, got {self.per_graph}")
 
     @property
     def name(self) -> str:
@@ -85,6 +96,11 @@ class FlatHeadroom:
     part: float = 0.0
     """Of the weights."""
     after_capture = False
+
+    def __post_init__(self) -> None:
+        for name in ("headroom", "weights", "part"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of 0 or more, got {getattr(self, name)}")
 
     @property
     def name(self) -> str:

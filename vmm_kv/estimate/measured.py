@@ -59,6 +59,11 @@ class PostCaptureFixedHeadroom:
     later: Items = ()
     after_capture = True
 
+    def __post_init__(self) -> None:
+        for name, size in (("floor", self.floor), ("slack", self.slack), *self.later):
+            if size < 0:
+                raise ValueError(f"{name} must be 0 bytes or more, got {size}")
+
     @property
     def name(self) -> str:
         return f"PostCaptureFixedHeadroom({readable(self.headroom)})"

@@ -30,6 +30,9 @@ class SampledExtrapolation:
     flush: bool = False
     after_capture = False
 
+    def __post_init__(self) -> None:
+        _check_floor(self.floor)
+
     @property
     def name(self) -> str:
         return _name(self)
@@ -71,6 +74,9 @@ class SampledPerMode:
     flush: bool = False
     after_capture = False
 
+    def __post_init__(self) -> None:
+        _check_floor(self.floor)
+
     @property
     def name(self) -> str:
         return _name(self)
@@ -86,6 +92,11 @@ class SampledPerMode:
         every = tuple(sample for samples in taken.values() for sample in samples)
         notes = tuple(f"{mode}: {_told(taken[mode], len(own), self.floor)}" for mode, own in modes.items())
         return Estimate(raw, raw, len(every), every, notes=notes)
+
+
+def _check_floor(floor: int | None) -> None:
+    if floor is not None and floor < 0:
+        raise ValueError(f"floor must be 0 bytes a graph or more, got {floor}")
 
 
 def _name(strategy: SampledExtrapolation | SampledPerMode) -> str:
