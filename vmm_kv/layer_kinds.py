@@ -32,9 +32,9 @@ _ENCODERS = frozenset({
     "albert", "beit", "bert", "big_bird", "camembert", "clip", "convbert", "data2vec-text", "deberta", "deberta-v2",
     "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "hubert",
     "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "luke", "megatron-bert", "mobilebert",
-    "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
-    "roformer", "siglip", "siglip2", "squeezebert", "swin", "tapas", "vit", "wav2vec2", "wavlm", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xmod", "yoso",
+    "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm",
+    "roc_bert", "roformer", "siglip", "siglip2", "squeezebert", "swin", "tapas", "vit", "wav2vec2", "wavlm", "xlm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
 })  # fmt: skip
 """Model types that are encoders, unless the config says `is_decoder`: they see all of the input at once."""
 _MOST_LAYERS = 10_000
