@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from vmm_kv.bench.ladder import Ladder
 from vmm_kv.bench.row import Known, Row
-from vmm_kv.bench.scenario import Ladder, Load, Scenario, Shape
+from vmm_kv.bench.scenario import Load, Scenario, Shape
 from vmm_kv.bench.worker import MEASURE, run
 
 MIB = 1 << 20

@@ -15,7 +15,8 @@ from test_bench_compare import FAILED, comparison, made
 from vmm_kv import cli
 from vmm_kv.bench import compare as comparing
 from vmm_kv.bench.compare import Comparison
-from vmm_kv.bench.scenario import LADDERS, Scenario
+from vmm_kv.bench.ladder import LADDERS
+from vmm_kv.bench.scenario import Scenario
 from vmm_kv.bench.strategies import NAMES
 
 
@@ -78,8 +79,8 @@ def test_memory_that_ran_out_is_a_result_and_a_crash_is_none(runs: Runs) -> None
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--ladder", "rope"], "'rope' is no ladder: decode, decode + piecewise prefill"),
-        (["--strategy", "hope"], "'hope' is no strategy: Oracle, ReserveThenMap"),
+        (["--ladder", "rope"], "'rope' is no ladder: decode; decode + piecewise prefill"),
+        (["--strategy", "hope"], "'hope' is no strategy: Oracle; ReserveThenMap"),
         (["--jobs", "0"], "jobs must be at least 1"),
         (["--pairs", "-1"], "pairs at least 0"),
         (["--room", "much"], "'much' is not a size"),
@@ -93,6 +94,13 @@ def test_what_there_is_not_is_one_line(
 ) -> None:
     assert cli.main(["bench", "startup", *asked]) == 2
     assert said in capsys.readouterr().err and runs.scenarios == ()
+
+
+def test_help_lists_what_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "startup", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {ladder.name for ladder in LADDERS} | set(NAMES) <= set(lines)
 
 
 def test_the_script_is_the_command() -> None:

@@ -19,7 +19,9 @@ from vmm_kv.bench.table import markdown
 from vmm_kv.errors import VmmError
 
 MIB = 1 << 20
-KNOWN = Known(kept=20 * MIB, weights=100 * MIB, transient=10 * MIB, capture_peak=25 * MIB, blocks=1000, graphs=3)
+KNOWN = Known(
+    kept=20 * MIB, weights=100 * MIB, transient=10 * MIB, capture_peak=25 * MIB, blocks=1000, graphs=3, granule=2 * MIB
+)
 
 
 def made(strategy: str = "Guess", **facts: object) -> Row:
@@ -31,7 +33,7 @@ def made(strategy: str = "Guess", **facts: object) -> Row:
 
 
 FAILED = made(
-    "NoReserve", outcome="out of memory", where="capture: graph 1 of 3, full 4", error_text="host:0 is out of memory",
+    "NoReserve", outcome="out of memory", where="capture: size 1 of 3, full 4", error_text="host:0 is out of memory",
     kept_here=False, blocks=1300, estimate=0, estimate_raw=0, generated=None,
 )  # fmt: skip
 PAIRS = tuple(
@@ -43,7 +45,7 @@ PAIRS = tuple(
 def comparison(*rows: Row, **changes: object) -> Comparison:
     whole = Comparison(
         machine="2 cores", device="host:0 (host)", emulated=False, scenarios=(scenario(room=130 * MIB),),
-        known={"decode": KNOWN}, rows=rows or (made(), FAILED), pairs=PAIRS, pair_ladder="decode",
+        known={"decode": KNOWN}, rows=rows or (made(), FAILED), pairs=PAIRS, pair_ladder="decode", jobs=1,
     )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
 
@@ -78,7 +80,7 @@ def test_the_table_shows_every_row_and_why_one_ended() -> None:
     text = markdown(comparison())
     assert "| Guess | served | 6.00 | 2.50 | 2.00 | 0 | 6 | 30.0 | 20.0 | 10.0 | 900 | 3600 | 50.0% |" in text
     assert "| NoReserve | **out of memory** |" in text and "| (20.0) | -20.0 | 1300 |" in text
-    assert "NoReserve: out of memory at capture: graph 1 of 3, full 4. host:0 is out of memory" in text
+    assert "NoReserve: out of memory at capture: size 1 of 3, full 4. host:0 is out of memory" in text
     assert "**0.500**, median of 3 pairs" in text and "EMULATED" not in text
     assert "EMULATED driver: no GPU took part" in markdown(comparison(emulated=True))
     assert "None were run." in markdown(comparison(pairs=()))
@@ -91,7 +93,7 @@ def test_negative_samples_have_a_table_of_their_own() -> None:
 
 def test_without_samples_there_is_no_table_of_them() -> None:
     text = markdown(comparison(made()))
-    assert "negative" not in text and text.endswith("|\n")
+    assert "come out negative" not in text and text.endswith("|\n")
 
 
 def test_a_bar_goes_beyond_the_end_where_memory_ran_out() -> None:
@@ -160,7 +162,7 @@ def test_pairs_take_turns_in_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_pair_that_fails_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_row", lambda *_, **__: FAILED)
-    with pytest.raises(VmmError, match="a paired run of NoReserve did not come to its end: capture: graph 1 of 3"):
+    with pytest.raises(VmmError, match="a paired run of NoReserve did not come to its end: capture: size 1 of 3"):
         list(comparing._pairs(scenario(), KNOWN, 1, lambda text: None))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from vmm_kv.bench import strategies
 from vmm_kv.bench.compare import Comparison
-from vmm_kv.bench.scenario import LADDERS
+from vmm_kv.bench.ladder import LADDERS
 from vmm_kv.bench.table import markdown
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "startup_host"

@@ -300,7 +300,7 @@ def test_c15_no_advice_that_memory_cannot_follow() -> None:
 def test_no_utilization_above_one_is_spoken_of() -> None:
     found = advice_case(free=24.0)
     assert found.bound_by == "request"
-    assert found.advice[0] == "utilization binds"
+    assert found.advice[0] == "utilization binds: a higher one gives more blocks"
 
 
 # The bound for the reservation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -71,3 +72,14 @@ def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Non
         cli.main(arguments)
     assert stopped.value.code == 2
     assert "usage: vmm-kv" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    config = Path(vmm_kv.__file__).parent / "demo" / "config.json"
+    code = "import sys; from vmm_kv.cli import main; sys.exit(main(sys.argv[1:]))"
+    asked = ["plan", "--config", str(config), "--memory", "1GiB"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code, *asked], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

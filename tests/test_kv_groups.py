@@ -120,9 +120,9 @@ def test_c57_groups_of_different_block_sizes() -> None:
     windows = {64: 128, 8: 128, 4: 64}
     groups = [Group(f"w{n}", 1 << 20, n, kind="window", window=w) for n, w in windows.items()]
     cache = Cache((Group("full", 1 << 20, 256), *groups), max_model_len=262144)
-    assert cache.need(262144) == 1024 + 2 + 16 + 16
+    assert cache.need(262144) == 1024 + 3 + 17 + 17  # a window touches one block more than it fills
     tokens = cache.tokens(1223)
-    assert tokens == 1223 * 262144 // 1058
+    assert tokens == 1223 * 262144 // 1061
     assert tokens is not None and tokens / 262144 == pytest.approx(float(cache.concurrency(1223, 262144)), abs=1e-4)
 
 
@@ -190,9 +190,19 @@ def test_c64_padding(layers: int, group_size: int, pad: int, waste: float) -> No
 
 def test_window_in_a_pool_stops_growing() -> None:
     cache = Cache((Group("full", 10, 16), Group("window", 10, 16, kind="window", window=64)), max_model_len=1600)
-    assert [cache.need(t) for t in (1, 16, 64, 65, 1600)] == [2, 2, 8, 9, 104]
-    assert cache.tokens(208) == 3200
-    assert cache.largest_request(208) == (208 - 4) * 16
+    assert [cache.need(t) for t in (1, 16, 64, 65, 1600)] == [2, 2, 8, 10, 105]
+    assert cache.tokens(210) == 3200
+    assert cache.largest_request(210) == (210 - 5) * 16
+
+
+@given(st.integers(1, 80), st.integers(1, 20), st.integers(1, 200))
+def test_a_window_touches_no_more_blocks_than_any_place_of_it(window: int, block_size: int, tokens: int) -> None:
+    """By hand: the blocks of the last `window` tokens, at every length up to `tokens`."""
+    touched = {end: {i // block_size for i in range(max(0, end - window), end)} for end in range(1, tokens + 1)}
+    group = Group("window", 1, block_size, kind="window", window=window)
+    assert group.own_blocks(tokens) >= max(len(blocks) for blocks in touched.values())
+    if tokens >= window + block_size:
+        assert group.own_blocks(tokens) == max(len(blocks) for blocks in touched.values()) == group.own_blocks(None)
 
 
 @pytest.mark.parametrize(("max_model_len", "size"), [(1024, 31.27), (128, 3.91), (5000, 31.27)])
@@ -206,7 +216,8 @@ def test_c63_ring_is_no_longer_than_any_request(max_model_len: int, size: float)
 
 def test_windows_and_states_alone_bound_no_request() -> None:
     window = Cache((Group("window", 10, 16, kind="window", window=64),), max_model_len=640)
-    assert (window.largest_request(4), window.tokens(4), window.largest_request(3)) == (None, 640, 48)
+    assert (window.largest_request(5), window.tokens(5), window.largest_request(3)) == (None, 640, 48)
+    assert window.largest_request(4) == 64  # the 65th token may begin a fifth block
     states = Cache((Group("state", kind="state", bytes_per_request=100),))
     assert (states.cost(5), states.need(10**6), int(states.concurrency(5, 10**6))) == (500, 1, 5)
     assert (states.tokens(5), states.tokens(0)) == (None, 0)

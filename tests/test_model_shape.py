@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -421,3 +422,16 @@ def test_full_attention_is_never_assumed_where_layers_keep_a_state(monkeypatch: 
 def test_a_config_that_its_class_refuses_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer_types is missing.*transformers does not accept.*\(54\)"):
         from_values({**LLAMA, "model_type": "zamba2"})  # whose kinds of layers are for 54
+
+
+def test_numbers_that_json_has_no_word_for_are_read(tmp_path: Path) -> None:
+    values = {**LLAMA, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert config_fields.read_config(tmp_path)["time_step_limit"] == [0.0, float("inf")]
+
+
+@needs_transformers
+def test_what_transformers_saved_is_filled_in() -> None:
+    """Bamba's own class saves its limits in that way, and refuses them as it saved them."""
+    values = {**LLAMA, "model_type": "bamba", "time_step_limit": (0.0, float("inf")), "attn_layer_indices": [3, 7]}
+    assert {group.kind for group in from_values(values).groups()} == {"state", "full"}

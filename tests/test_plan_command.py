@@ -130,6 +130,13 @@ def test_windows_and_full_layers_share_a_pool_in_equal_groups_c64() -> None:
     assert (alone.bytes_per_block, alone.window) == (22 * 1024 * 16, 64)
 
 
+def test_windows_without_tokens_in_flight_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 4096})
+    bare, told = plan(capsys, path), plan(capsys, path, "--step-tokens", "2048")
+    assert any("--step-tokens" in note for note in bare["model"]["notes"]) and told["model"]["notes"] == []
+    assert [found["plan"]["ranks"][0]["rank"]["groups"][0]["window"] for found in (bare, told)] == [4096, 6144]
+
+
 def test_a_state_takes_whole_blocks_of_the_pool_c58(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mamba = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
     hybrid = {**LLAMA, **mamba, "attn_layer_period": 8, "attn_layer_offset": 4}

@@ -168,7 +168,7 @@ def test_too_small_says_which_rank_lacks_what_and_what_to_change() -> None:
 
 
 def test_too_small_for_want_of_free_memory_or_addresses() -> None:
-    assert "free 30 B (30 bytes) on rank 0" in str(failing([rank(free=300)], min_blocks=8))
+    assert "free 30 B (30 bytes) more on rank 0" in str(failing([rank(free=300)], min_blocks=8))
     assert "raise utilization" not in str(failing([rank(free=300)], min_blocks=8)).partition("\n")[0]
     assert "there are addresses for 5 blocks: reserve more" in str(failing([rank()], capacity=5, min_blocks=9))
     assert "no utilization suffices" in str(failing([rank()], min_blocks=80))
@@ -187,7 +187,7 @@ def test_floor_is_a_loud_warning_or_an_error() -> None:
     found = plan_ranks([rank(free=255)], SHARE, floor=16)
     assert (found.status, found.planned, found.blocks, found.ranks[0].surplus) == ("floored", 55, 16, -155)
     assert "granted 16 blocks although memory does not hold them: 55 were planned" in found.warnings[0]
-    assert found.advice == ("free 155 B (155 bytes) on rank 0",)
+    assert found.advice == ("free 155 B (155 bytes) more on rank 0",)
     assert failing([rank(free=255)], floor=16, strict=True).ranked.status == "floored"
     assert failing([rank(free=255)], floor=16, max_model_len=257).ranked.status == "too_small"
     assert plan_ranks([rank()], SHARE, floor=16, strict=True).status == "ok"
@@ -335,3 +335,21 @@ def test_two_ranks_of_one_name_are_refused(names: tuple[str, str]) -> None:
     ranks = [Rank(1 << 30, groups=(Group("full", 16),), name=name) for name in names]
     with pytest.raises(ValueError, match="two ranks have one name"):
         plan_ranks(ranks, Request(utilization=0.9))
+
+
+def test_a_floor_that_holds_the_longest_request_does_not_advise_a_longer_one() -> None:
+    rank = Rank(80 << 30, (Term("weights", 75 << 30),), (Group("full", 2 << 20, 16),))
+    found = plan_ranks([rank], Request(utilization=0.9), max_model_len=4096, floor=300)
+    assert found.status == "floored" and not any("max_model_len" in line for line in found.advice)
+
+
+def test_what_is_no_request_is_told() -> None:
+    with pytest.raises(TypeError, match=r"such as Request\(utilization=0\.9\); got 0\.9"):
+        plan_ranks([Rank(80, groups=(Group("full", 1),))], 0.9)  # type: ignore[arg-type]
+
+
+def test_tokens_of_windows_are_those_of_longest_requests() -> None:
+    window = Group("window", 16, 16, kind="window", window=64)
+    text = str(plan_ranks([Rank(1600, groups=(window,))], Request(utilization=1.0), max_model_len=640))
+    assert "tokens, in requests of 640   12800\n" in text and "largest request              unbounded\n" in text
+    assert "the whole device is asked for" in text

@@ -260,3 +260,12 @@ def test_the_strategy_reuses_what_captures_kept(tmp_path: Path) -> None:
     other = StartupPlan(plan.report, replace(print_, ladder=()))
     with pytest.raises(PinError, match=r"another one's\n  ladder: 3 graphs"):
         other.estimate(None)  # type: ignore[arg-type]
+
+
+def test_a_share_that_the_pinned_size_exceeds_is_noted(saved: StartupReport) -> None:
+    above = 2 * MIB
+    assert not any("kept to" in note for note in saved.plan.notes)
+    report = Boot(pinned=saved, weights=WEIGHTS + above + saved.plan.leftover).commit()
+    assert report.blocks == saved.blocks
+    (note,) = [note for note in report.plan.notes if "kept to" in note]
+    assert "a utilization of 0.9" in note and "this one takes 2.00 MiB" in note

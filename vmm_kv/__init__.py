@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vmm_kv.rank_plan import RankBudgetError, RankedPlan, plan_ranks
     from vmm_kv.rank_terms import Rank, Term
     from vmm_kv.report import StartupReport
+    from vmm_kv.request import Request
     from vmm_kv.sizes import parse_bytes
     from vmm_kv.startup import Startup
     from vmm_kv.state import State
@@ -51,6 +52,7 @@ _HOMES = {
     "StartupReport": "report",
     "BudgetError": "budget",
     "Plan": "budget",
+    "Request": "request",
     "plan_ranks": "rank_plan",
     "RankedPlan": "rank_plan",
     "RankBudgetError": "rank_plan",
@@ -95,6 +97,7 @@ __all__ = [
     "RankBudgetError",
     "RankedPlan",
     "RemapListener",
+    "Request",
     "Startup",
     "StartupReport",
     "State",

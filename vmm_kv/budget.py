@@ -359,9 +359,11 @@ def utilization_advice(
     most = min(Fraction(1), Fraction(room, total))
     captures = max(0, captures)
     keep = Fraction(repr(float(utilization))) + Fraction(captures, total)
-    binds = "utilization binds"
-    if most < 1:
-        binds += f"; above {math.floor(most * 10000) / 10000:.4f} free memory would"
+    binds = "utilization binds: a higher one gives more blocks"
+    if utilization == 1:
+        binds = "the whole device is asked for: only less beside the KV cache gives more blocks"
+    elif most < 1:
+        binds = f"utilization binds; above {math.floor(most * 10000) / 10000:.4f} free memory would"
     if not captures or keep > most:
         return None, (binds,)
     advised = round(float(keep), 4)

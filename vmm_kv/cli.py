@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser(given).parse_args(given)
     commands = {"demo": _demo, "doctor": _doctor, "plan": _plan, "bench": _bench}
     try:
-        return commands[options.command](options)
+        status = commands[options.command](options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read has enough: what is left goes nowhere, also at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (VmmError, ValueError, OSError) as error:
         print(f"vmm-kv {options.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, VmmError) else 2

@@ -105,7 +105,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if source.is_dir():
         source /= "config.json"
     try:
-        values = json.loads(source.read_text(encoding="utf-8"))
+        values = json.loads(source.read_text(encoding="utf-8"), object_hook=_special_float)
     except ValueError as error:
         raise ValueError(f"{source}: no JSON: {error}") from error
     except RecursionError:
@@ -113,6 +113,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{source}: a JSON object is expected, not {type(values).__name__}")
     return values
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers saves what JSON has no word for as `{"__float__": "Infinity"}`."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def decoder_fields(values: Mapping[str, Any]) -> Fields:
@@ -148,7 +153,7 @@ def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         return None, f"transformers could not be asked: {error}"
     if child.returncode:
         last = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
-        raise ValueError(f"transformers does not accept the config: {last[0][:300]}")
+        raise ValueError(f"transformers does not accept the config: {last[0].strip()[:300]}")
     answer = json.loads(child.stdout.strip().splitlines()[-1])
     if "filled" not in answer:
         return None, f"transformers does not know model type {model_type!r}"

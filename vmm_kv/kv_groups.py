@@ -41,7 +41,8 @@ class Group:
     """Tokens in one block on this rank."""
     kind: GroupKind = "full"
     window: int | None = None
-    """Tokens that a request keeps at most, those in flight included."""
+    """Tokens that a request keeps at most, those in flight included. In a pool they touch one block more than they fill
+    where they do not begin with a block; what is held from the start is a ring, and does not."""
     bytes_per_request: int = 0
     """What each request takes whatever its length: a state, or what comes on top. In a pool, whole blocks of it."""
     requests: int | None = None
@@ -81,11 +82,20 @@ class Group:
         """Blocks for the tokens of one request, its fixed bytes not counted. None: of any length."""
         if self.kind == "state":
             return 0
-        if self.window is not None:
-            tokens = self.window if tokens is None else min(tokens, self.window)
-        if tokens is None:
+        if self.window is None and tokens is None:
             raise ValueError(f"group {self.name!r} grows with the request: give max_model_len")
-        return -(-tokens // self.span)
+        all_blocks = None if tokens is None else -(-tokens // self.span)
+        counts = [count for count in (self._window_blocks, all_blocks) if count is not None]
+        return min(counts)
+
+    @property
+    def _window_blocks(self) -> int | None:
+        """Blocks that a window touches at most."""
+        if self.window is None:
+            return None
+        if self.requests is not None:
+            return -(-self.window // self.span)
+        return 1 - (-(self.window - 1) // self.span)
 
     def request_bytes(self, tokens: int | None) -> int:
         """Bytes of one request of that many tokens."""
@@ -203,7 +213,7 @@ class Cache:
         if not full and all(pool.need(None) <= count for pool, count in counts):
             return None
         # Without a group that grows nothing changes any more above the longest window.
-        ceiling = min(full) if full else max(g.window or 1 for g in self.groups)
+        ceiling = min(full) if full else max((g.window or 0) + g.span for g in self.groups)
         return bisect_right(range(1, ceiling + 1), 0, key=lambda t: any(pool.need(t) > count for pool, count in counts))
 
     def _reserved_lengths(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vmm_kv.budget import BudgetError, Plan, exactly
@@ -68,6 +69,16 @@ class Pin:
             differences.append(Difference("blocks backed", f"{self.report.blocks} in all", str(backed)))
         if differences:
             raise PinError("the caches are not those of the pinned start-up", differences)
+
+    def noted(self, now: Plan) -> Plan:
+        """The plan, with a note where the share that the pinned start-up kept to is exceeded: its size comes first."""
+        then = self.report.plan
+        above = now.own + sum(size for _, size in now.terms.headroom) + now.cost - then.requested
+        if then.request.utilization is None or above <= 0:
+            return now
+        share = f"{exactly(then.requested)}, a utilization of {then.request.utilization:g}"
+        note = f"the pinned start-up kept to {share}; with its blocks this one takes {exactly(above)} more"
+        return replace(now, notes=(*now.notes, note))
 
     def refused(self, error: BudgetError) -> PinError:
         """Memory does not hold the pinned count: every term of the sizing that is not as it was."""

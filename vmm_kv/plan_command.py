@@ -175,8 +175,14 @@ def _shape(shape: ModelShape, stages: Sequence[Sequence[KvGroup]], options: argp
         "max_model_len": length,
         "bytes_per_token": max(rank["bytes_per_token"] for rank in ranks),
         "ranks": ranks,
-        "notes": list(shape.notes),
+        "notes": [*shape.notes, *_on_windows(stages, options.step_tokens)],
     }
+
+
+def _on_windows(stages: Sequence[Sequence[KvGroup]], step_tokens: int) -> tuple[str, ...]:
+    if step_tokens or not any(group.kind == "window" for groups in stages for group in groups):
+        return ()
+    return ("windows are planned without tokens in flight: --step-tokens takes the most that one step computes",)
 
 
 def _padding(groups: Sequence[KvGroup]) -> int:

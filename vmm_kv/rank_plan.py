@@ -204,6 +204,8 @@ def _check(
 ) -> None:
     if not ranks:
         raise ValueError("a plan needs at least one rank")
+    if not isinstance(request, Request):
+        raise TypeError(f"the request is a Request, such as Request(utilization=0.9); got {request!r}")
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1 block, got {capacity}")
     if request.blocks is not None and capacity is not None and request.blocks > capacity:

@@ -102,10 +102,10 @@ def remedies(found: RankedPlan) -> tuple[str, ...]:
         lines.append(no_share if least > 10000 else f"raise utilization to {least / 10000:.4f}")
     elif any(cost > part.share for part, cost in wanted):
         lines.append(f"ask for at least {needed} blocks, {exactly(max(cost for _, cost in wanted))}")
-    over = [f"{exactly(cost - part.room)} on {part.name}" for part, cost in wanted if cost > part.room]
+    over = [f"{exactly(cost - part.room)} more on {part.name}" for part, cost in wanted if cost > part.room]
     if over:
         lines.append("free " + " and ".join(over))
-    if found.max_model_len is not None and found.largest_request:
+    if found.max_model_len is not None and 0 < (found.largest_request or 0) < found.max_model_len:
         lines.append(f"or lower max_model_len to {found.largest_request}")
     return tuple(lines)
 
@@ -125,10 +125,14 @@ def table(found: RankedPlan) -> str:
 
 
 def _capacity(found: RankedPlan) -> Iterator[str]:
-    yield f"  {'tokens':<28} {'unbounded' if found.tokens is None else found.tokens}"
+    drawing = [group for part in found.ranks for group in part.rank.groups if group.requests is None]
+    by_length = any(group.kind != "full" or group.bytes_per_request for group in drawing)
+    what = f"tokens, in requests of {found.max_model_len}" if by_length and found.max_model_len else "tokens"
+    yield f"  {what:<28} {'unbounded' if found.tokens is None else found.tokens}"
     if found.tokens_per_rank != found.tokens:
         yield f"  {'tokens a rank':<28} {found.tokens_per_rank}"
-    yield f"  {'largest request':<28} {'unbounded' if found.largest_request is None else found.largest_request} tokens"
+    largest = "unbounded" if found.largest_request is None else f"{found.largest_request} tokens"
+    yield f"  {'largest request':<28} {largest}"
     if found.max_model_len is not None:
         what = f"requests of {found.max_model_len}"
         yield f"  {what:<28} {found.concurrent_requests} at once ({found.concurrency:.2f}x)"
@@ -160,9 +164,13 @@ def _items(part: RankPlan) -> Items:
     terms = tuple((f"  {_term(part.rank, i)}", term.nbytes) for i, term in enumerate(part.rank.terms))
     sums = (("permanent", part.permanent), ("transient", part.transient), ("margin", part.margin))
     peak = (("start-up peak", part.startup_peak),) if part.startup_peak != part.permanent else ()
-    limits = (("share", part.share), ("room", part.room), ("kv bytes", part.kv_bytes))
+    limits = (
+        ("share: requested less terms", part.share),
+        ("room: free less terms", part.room),
+        ("for KV", part.kv_bytes),
+    )
     device = (("total", part.rank.total), ("free", part.free), ("requested", part.requested))
-    return (*device, *terms, *sums, *peak, *limits, ("taken", part.nbytes), ("surplus", part.surplus))
+    return (*device, *terms, *sums, *peak, *limits, ("blocks take", part.nbytes), ("surplus", part.surplus))
 
 
 def _term(rank: Rank, index: int) -> str:

@@ -206,12 +206,12 @@ class Startup:
                 step.discard()
 
     def _plan(self) -> Plan:
-        try:
+        if self._pin is None:
             return self._sized()
+        try:
+            return self._pin.noted(self._sized())
         except BudgetError as error:
-            if self._pin:
-                raise self._pin.refused(error) from error
-            raise
+            raise self._pin.refused(error) from error
 
     def _sized(self) -> Plan:
         """Reads what is there now and sizes. The reading takes the place of an earlier one of its kind."""

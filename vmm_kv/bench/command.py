@@ -8,11 +8,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from vmm_kv.bench.ladder import LADDERS
+from vmm_kv.bench.strategies import NAMES
+
+_LADDERS = [ladder.name for ladder in LADDERS]
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmarks to the parser of `vmm-kv bench`. Imports nothing that is slow."""
     startup = parser.add_subparsers(dest="benchmark", required=True).add_parser(
-        "startup", help="start the same engine with every strategy, each in a fresh process on the same device"
+        "startup",
+        help="start the same engine with every strategy, each in a fresh process on the same device",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n  ".join(["ladders:", *_LADDERS, "strategies:", *NAMES]),
     )
     add = startup.add_argument
     add("--device", default="host:2GiB", help="host[:size], cuda[:index], hip[:index] (default: %(default)s)")
@@ -34,15 +42,14 @@ def run(options: argparse.Namespace) -> int:
     where nothing can be measured.
     """
     from vmm_kv.bench.compare import compare
-    from vmm_kv.bench.scenario import LADDERS, Scenario
-    from vmm_kv.bench.strategies import NAMES
+    from vmm_kv.bench.scenario import Scenario
     from vmm_kv.bench.table import markdown
     from vmm_kv.device import parse_name
     from vmm_kv.request import Request
     from vmm_kv.sizes import parse_bytes
 
     names = _chosen("strategy", options.strategy, NAMES)
-    chosen = _chosen("ladder", options.ladder, [ladder.name for ladder in LADDERS])
+    chosen = _chosen("ladder", options.ladder, _LADDERS)
     if options.jobs < 1 or options.pairs < 0:
         raise ValueError("jobs must be at least 1, and pairs at least 0")
     parse_name(options.device), Request(utilization=options.utilization)  # before minutes go by
@@ -70,5 +77,5 @@ def _chosen(what: str, asked: list[str] | None, known: list[str] | tuple[str, ..
     """What was asked for in the order of `known`, or all of it."""
     unknown = [name for name in asked or () if name not in known]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no {what}: {', '.join(known)}")
+        raise ValueError(f"{unknown[0]!r} is no {what}: {'; '.join(known)}")
     return [name for name in known if not asked or name in asked]

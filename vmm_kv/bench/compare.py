@@ -62,6 +62,8 @@ class Comparison:
     rows: tuple[Row, ...]
     pairs: tuple[Pair, ...]
     pair_ladder: str
+    jobs: int
+    """Ladders that ran at a time."""
 
     @property
     def ratio(self) -> float | None:
@@ -80,6 +82,7 @@ class Comparison:
         pairs = [{**asdict(pair), "ratio": pair.ratio, "whole_ratio": pair.whole} for pair in self.pairs]
         return {
             "machine": self.machine,
+            "jobs": self.jobs,
             "device": self.device,
             "emulated": self.emulated,
             "units": "bytes, seconds, counts",
@@ -108,6 +111,7 @@ class Comparison:
             rows=tuple(Row.from_dict(row) for row in data["rows"]),
             pairs=tuple(Pair(pair["ours"], pair["full"]) for pair in data["paired"]["pairs"]),
             pair_ladder=data["paired"]["ladder"],
+            jobs=data["jobs"],
         )
 
 
@@ -138,6 +142,7 @@ def compare(
         rows=tuple(rows),
         pairs=paired,
         pair_ladder=scenarios[0].ladder.name,
+        jobs=jobs,
     )
 
 

@@ -134,7 +134,7 @@ class BenchEngine:
         pool = self.device.graph_pool()
         ladder = self.scenario.ladder.descriptors()
         for place, descriptor in enumerate(ladder, 1):
-            self.doing = f"graph {place} of {len(ladder)}, {descriptor}"
+            self.doing = f"size {place} of {len(ladder)}, {descriptor}"
             self.captured[descriptor] = self.capture_one(descriptor, pool)
 
     def capture_one(self, descriptor: Descriptor, pool: Any) -> Captured:

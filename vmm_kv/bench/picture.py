@@ -16,12 +16,14 @@ KV, GRAPHS, STEP, STRANDED, OVER = "#2f6db3", "#e08a1e", "#8a63b3", "#d9d9d9", "
 BUFFERS, WARM_UP = "#6b6b6b", "#cbb3e0"
 _PHASES = {
     "load": ("#b0b0b0", "load weights"),
-    "profile": ("#8a63b3", "profile run"),
+    "profile": ("#5a9e6f", "profile run"),
     "estimate": ("#7a4b2a", "captures thrown away"),
     "capture": ("#e08a1e", "captures kept"),
-    "worst step": ("#5a9e6f", "measured worst step"),
+    "worst step": ("#8a63b3", "measured worst step"),
     "kv": ("#2f6db3", "allocate or map the KV cache"),
 }
+_SHOWN = 1.16
+"""Of the memory beside the weights."""
 _CACHE_FIRST = "allocate KV"
 _MAPPING = (_CACHE_FIRST, "reserve", "back", "commit")
 
@@ -62,15 +64,17 @@ def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
     known, rows = found.known[scenario.ladder.name], found.of(scenario.ladder.name)
     room = scenario.room / MIB
     for place, row in enumerate(rows):
-        for start, length, colour, hatch in bar(row, known, scenario):
+        for start, length, colour, hatch in (parts := bar(row, known, scenario)):
             axis.barh(place, length, left=start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+        if (end := sum(parts[-1][:2])) > room * _SHOWN:
+            axis.text(room * _SHOWN, place, f"to {end:.0f} > ", ha="right", va="center", fontsize=8, color="white")
         axis.text(1.01, place, _verdict(row), transform=axis.get_yaxis_transform(), va="center", fontsize=9,
                   color="black" if row.outcome == "served" else OVER)  # fmt: skip
     axis.axvline(room, color="black", linewidth=1.5)
-    axis.annotate("end of the device", (room, -0.9), ha="right", va="bottom", fontsize=8, annotation_clip=False)
+    axis.annotate("end of the device", (room, -1.1), ha="right", va="bottom", fontsize=8, annotation_clip=False)
     axis.set_yticks(range(len(rows)), [row.strategy for row in rows], fontsize=9)
     axis.invert_yaxis()
-    axis.set_xlim(0, room * 1.16)
+    axis.set_xlim(0, room * _SHOWN)
     axis.set_xlabel("MiB")
     axis.set_title(
         f"{scenario.ladder.name}: {known.graphs} graphs keep {known.kept / MIB:.0f} MiB",
@@ -113,8 +117,13 @@ def _verdict(row: Row) -> str:
         where = (row.where or "").partition(":")[0]
         return f"{row.outcome.upper()} in {where}"
     tokens = f"{row.tokens_per_second:.0f} tokens/s" if row.tokens_per_second else ""
-    part = f"{row.stranded_part:+.1%} stranded" if row.stranded_part is not None else ""
-    return f"{tokens}, {part}"
+    return f"{tokens}, {_stranded(row.stranded_part)}"
+
+
+def _stranded(part: float | None) -> str:
+    if part is None:
+        return ""
+    return f"{part:.1%} stranded" if part >= 0 else f"{-part:.1%} above the oracle"
 
 
 def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
@@ -133,8 +142,8 @@ def _time(axis: Any, found: Comparison, scenario: Scenario) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("seconds since the process was ready")
     axis.set_xlim(0, 1.75 * max((row.start_seconds for row in rows), default=1.0))
-    graphs = found.known[scenario.ladder.name].graphs
-    axis.set_title(f"start-up; the ladder needs {graphs} captures", loc="left", fontsize=11, pad=14)
+    graphs, sizes = found.known[scenario.ladder.name].graphs, len(scenario.ladder.descriptors())
+    axis.set_title(f"start-up; {sizes} sizes need {graphs} captures", loc="left", fontsize=11, pad=14)
 
 
 def _legend(pyplot: Any) -> Sequence[Any]:

@@ -33,6 +33,7 @@ class Row:
     estimate: int | None = None
     """What the strategy sets aside for graphs. None for one that does not guess."""
     estimate_raw: int | None = None
+    """The same as it came out, signed; of a fixed headroom, all of it."""
     samples: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     kept: int | None = None
@@ -117,3 +118,5 @@ class Known:
     """The most that fit beside all that in an engine that makes its cache before it captures, with no margin."""
     graphs: int
     """That the ladder comes to."""
+    granule: int
+    """What the device maps memory in: no reserve-then-map comes closer to the last byte."""

@@ -206,7 +206,7 @@ class Start:
             with startup.worst_step():
                 engine.worst_step()
         else:
-            self.row.estimate = self.row.estimate_raw = fixed
+            self.row.estimate_raw = fixed
         self.counted()
         self.phase = "commit"
         report = startup.commit()
@@ -244,6 +244,7 @@ class Start:
             capture_peak=capture.reserved - before.reserved,
             blocks=(self._requested() - weights - most) // block_bytes,
             graphs=engine.graphs,
+            granule=self.device.driver.granule,
         )
 
     def fingerprint(self) -> Fingerprint:

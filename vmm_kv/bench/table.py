@@ -26,7 +26,7 @@ def _lines(found: Comparison) -> Iterator[str]:
     yield ""
     yield f"{found.device}{' (EMULATED driver: no GPU took part)' if found.emulated else ''}. Machine: {found.machine}."
     yield ""
-    yield from _explanation(found.scenarios[0])
+    yield from _explanation(found.scenarios[0], found.jobs)
     for scenario in found.scenarios:
         yield ""
         yield from _ladder(found, scenario)
@@ -35,7 +35,7 @@ def _lines(found: Comparison) -> Iterator[str]:
     yield from _negative(found)
 
 
-def _explanation(scenario: Scenario) -> Iterator[str]:
+def _explanation(scenario: Scenario, jobs: int) -> Iterator[str]:
     room, card = readable(scenario.room), readable(strategies.CARD_ROOM)
     yield (
         f"Each row is a fresh process with the same model, ladder and device of {scenario.device}. Weights, and a "
@@ -44,16 +44,22 @@ def _explanation(scenario: Scenario) -> Iterator[str]:
         f"what capture will keep and take. Margin: {readable(scenario.margin)}."
     )
     yield ""
-    yield "- tried out: seconds of what the strategy captures to find out"
+    yield "- start: seconds of the whole start-up; the oracle's has no profile run, it is told what there is to know"
+    yield "- capture, tried out: seconds of it for the graphs that stay, and for what is captured to find out"
     yield "- passes, captures: runs of a model during the start-up that were no replay; graphs captured, all counted"
-    yield "- estimate: what is set aside for graphs, as it came out; of a fixed headroom, all of it"
+    yield "- estimate: of what graphs will keep, as it came out; of a fixed headroom, all of it"
     yield "- kept: what capture really kept; in brackets by the measuring run, where this start did not get so far"
-    yield "- error: estimate minus kept"
+    yield "- error: what was set aside for graphs, which most ways count as 0 where it is negative, minus kept"
+    yield "- peak use: of the requested share, at the worst moment, serving included"
     yield (
-        "- stranded: KV cache that the oracle has and this does not; below 0: more than the oracle, which is too much "
-        "where memory ran out"
+        "- stranded: KV cache that the oracle has and this does not, and what part of the oracle's that is; below 0: "
+        "more than the oracle, which is too much where memory ran out"
     )
-    yield f"- tokens/s: generated in serving the same {scenario.load.requests} requests"
+    at_once = f", with {jobs} ladders running at a time" if jobs > 1 else ""
+    yield (
+        f"- tokens/s: generated in serving the same {scenario.load.requests} requests, once{at_once}: rows of equal "
+        "blocks, steps and preemptions show how far noise reaches"
+    )
     yield "- steps: of decoding; on a GPU one takes about as long for few sequences as for many, on a CPU it does not"
     yield "- preempted: how often a running sequence lost its blocks to another and had to be computed again"
     yield ""
@@ -64,7 +70,9 @@ def _explanation(scenario: Scenario) -> Iterator[str]:
     yield ""
     yield (
         f"Flat figures published for cards of 80 GB are taken in proportion to what the weights leave ({room} of "
-        f"{card}). Floors for each graph are as published, so they weigh more here than on a card: compare bytes."
+        f"{card}), but no less than 1 MiB. A worst step is not smaller here in that proportion, so a fixed headroom "
+        "runs out sooner than on a card. Floors for each graph are as published, so they weigh more here than on a "
+        "card: compare bytes."
     )
 
 
@@ -72,7 +80,12 @@ def _ladder(found: Comparison, scenario: Scenario) -> Iterator[str]:
     name, known = scenario.ladder.name, found.known[scenario.ladder.name]
     yield f"## Ladder: {name}"
     yield ""
-    yield f"{known.graphs} graphs keep {_mib(known.kept)} MiB; a worst step takes {_mib(known.transient)} MiB on top."
+    sizes = len(scenario.ladder.descriptors())
+    yield (
+        f"{sizes} sizes, {known.graphs} graphs, which keep {_mib(known.kept)} MiB; a worst step takes "
+        f"{_mib(known.transient)} MiB on top. ReserveThenMap maps steps of {_mib(known.granule)} MiB, so it may strand "
+        "up to one of them."
+    )
     yield ""
     yield "| " + " | ".join(_HEAD) + " |"
     yield "| --- | --- |" + " ---: |" * (len(_HEAD) - 2)

@@ -42,6 +42,8 @@ class Comparison:
 def kv_before_capture(name: str, estimate: Estimate, remaining: int, *, safety: int = 0, least: int = 1) -> int:
     """The KV cache of an engine that sizes before capture: what remains, less the estimate and a safety margin.
 
+    For strategies whose `after_capture` is False: what the others answer is no estimate of graphs.
+
     `least` is what one longest request takes. Raises `BudgetError` that names the strategy where less is left.
     """
     size = remaining - estimate.to_come - safety
