@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,23 @@ def test_strategies_run_in_processes_of_their_own_and_one_that_crashes_is_a_row(
     assert found.rows[2].error_text is not None and "'There is none' is no strategy" in found.rows[2].error_text
     assert (found.device, found.emulated, found.pair_ladder) == ("host:0 (host)", False, "decode")
     assert said == ["decode: measuring run", *(f"decode: {name}" for name in names)]
+
+
+@pytest.mark.parametrize("word", ["not json", "5", "[1, 2]"])
+def test_a_last_word_that_is_no_row_is_a_failed_row(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=f"{word}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    found = comparing._row(scenario(), "NoReserve", KNOWN)
+    assert found.outcome == "failed" and found.error_text is not None and "is no row" in found.error_text
+
+
+def test_a_process_that_cannot_be_started_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    found = comparing._row(scenario(), "NoReserve", KNOWN)
+    assert found.outcome == "failed" and "could not be started" in (found.error_text or "")
 
 
 def test_a_measuring_run_that_fails_ends_the_comparison() -> None:

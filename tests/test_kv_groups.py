@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmm_kv.kv_groups import Cache, Group, padding_layers, same_span
+from vmm_kv.kv_groups import Cache, Group, same_span
 
 GIB = 1 << 30
 
@@ -173,16 +173,6 @@ def test_c59_latent_attention() -> None:
     """C59: 43 layers of a packed slot of 584 B: 24.52 GiB at 1048576 tokens, where full heads would be 86."""
     assert Cache((Group("mla", 43 * 584),)).cost(1048576) / GIB == pytest.approx(24.52, abs=0.01)
     assert Cache((Group("generic", 88064),)).cost(1048576) == 86 * GIB
-
-
-@pytest.mark.parametrize(
-    ("layers", "group_size", "pad", "waste"),
-    [(48, 17, 3, 0.0625), (17, 17, 0, 0.0), (48, 5, 2, 0.0417), (16, 5, 4, 0.25)],
-)
-def test_c64_padding(layers: int, group_size: int, pad: int, waste: float) -> None:
-    """C64: 48 states and 17 attention layers by 17; 48 and 16 by 5."""
-    assert padding_layers(layers, group_size) == pad
-    assert pad / layers == pytest.approx(waste, abs=1e-4)
 
 
 # Windows

@@ -174,7 +174,7 @@ def test_head_size_is_its_own_key_or_the_share_of_the_hidden_size() -> None:
 def test_kv_heads_left_out_are_as_many_as_heads() -> None:
     assert token_bytes(shape(num_key_value_heads=None)) == 4 * token_bytes(shape())
     with pytest.raises(MissingKey, match="num_key_value_heads is missing"):
-        shape(num_key_value_heads=None, model_type="mistral", sliding_window=None)
+        shape(num_key_value_heads=None, model_type="qwen2")
     falcon = {"model_type": "falcon", "num_key_value_heads": None, "num_kv_heads": 8, "multi_query": True}
     assert token_bytes(shape(**falcon)) == 32 * 2 * 128 * 2
     assert token_bytes(shape(**falcon, new_decoder_architecture=True)) == 8 * 32 * 2 * 128 * 2
@@ -292,7 +292,10 @@ MAMBA2 = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d
              "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
             (2 * 16 * 128 + 32 * 64) * 3 + 32 * 128 * 64,
         ),
-        ({"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}, 3 * 4096 * 3 + 32 * 128 * 128),
+        (
+            {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+            3 * 4096 * 3 + 2 * 32 * 128 * 128,  # the state in float32
+        ),
         ({"attn_type_list": [0] * 32}, 32 * 128 * 128),
     ],
     ids=["Mamba 2", "Mamba 1", "short convolution", "gated delta", "delta attention", "lightning"],

@@ -13,8 +13,6 @@ import pytest
 from test_model_shape import LLAMA, needs_transformers
 
 from vmm_kv.cli import main
-from vmm_kv.model_shape import KvGroup
-from vmm_kv.plan_command import group_size, pool_groups
 
 # layers x (K and V) x KV heads x head size x 2 bytes, by hand from each class's defaults; then the part that grows
 # beyond windows, and the fixed bytes of a request.
@@ -116,18 +114,6 @@ def test_every_pipeline_stage_holds_all_tokens_c51(tmp_path: Path, capsys: pytes
     assert [rank["bytes_per_token"] for rank in found["model"]["ranks"]] == [17 * 2048, 16 * 2048]
     assert found["plan"]["tokens"] == 26400
     assert [rank["nbytes"] for rank in found["plan"]["ranks"]] == [1650 * 16 * 17 * 2048, 1650 * 16 * 16 * 2048]
-
-
-def test_windows_and_full_layers_share_a_pool_in_equal_groups_c64() -> None:
-    assert [group_size(counts) for counts in ([17, 16], [22, 4], [18, 18], [], [48, 17])] == [17, 4, 18, 1, 17]
-    window = KvGroup("window 64", "window", tuple(range(22)), bytes_per_token=22 * 1024, window=64)
-    full = KvGroup("full", "full", tuple(range(22, 26)), bytes_per_token=4 * 1024)
-    found = pool_groups([window, full], block_size=16, step_tokens=32)
-    assert [(g.kind, g.window) for g in found] == [("window", 96)] * 6 + [("full", None)]
-    assert {g.bytes_per_block for g in found} == {4 * 1024 * 16}  # 24 layers for 22: two are padding
-    assert len({g.name for g in found}) == 7
-    (alone,) = pool_groups([window], block_size=16)
-    assert (alone.bytes_per_block, alone.window) == (22 * 1024 * 16, 64)
 
 
 def test_windows_without_tokens_in_flight_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

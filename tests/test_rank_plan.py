@@ -353,3 +353,10 @@ def test_tokens_of_windows_are_those_of_longest_requests() -> None:
     text = str(plan_ranks([Rank(1600, groups=(window,))], Request(utilization=1.0), max_model_len=640))
     assert "tokens, in requests of 640   12800\n" in text and "largest request              unbounded\n" in text
     assert "the whole device is asked for" in text
+
+
+def test_a_shorter_request_is_no_way_out_where_the_least_count_binds() -> None:
+    rank = Rank(800, groups=(Group("full", 16, 16),))
+    with pytest.raises(RankBudgetError) as caught:
+        plan_ranks([rank], Request(utilization=1.0), max_model_len=1000, min_blocks=60)
+    assert "max_model_len" not in str(caught.value).partition("\n")[0].partition(";")[2]

@@ -749,3 +749,11 @@ def test_one_caches_spares_are_not_anothers() -> None:
     again = startup.commit()
     assert len(again.tries) == 1 and one.blocks == two.blocks == again.blocks < first.blocks
     assert again.plan.cost == one.physical_bytes + two.physical_bytes <= TOTAL - taken.nbytes
+
+
+def test_a_faulted_cache_is_told_before_anything_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    startup = Startup(open_host(64 << 20), blocks=4)
+    cache = startup.reserve([ODD], 4)
+    monkeypatch.setattr(cache, "_state", State.FAULTED)
+    with pytest.raises(StateError, match="commit with a cache that is faulted"):
+        startup.commit()

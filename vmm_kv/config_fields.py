@@ -19,6 +19,7 @@ from typing import Any
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "talker_config")
 """Where multimodal configs keep the decoder's fields."""
+_DTYPES = ("dtype", "torch_dtype")
 _MOST = 1 << 31
 _FILL_LIMIT = 120
 _FILL = """
@@ -26,10 +27,11 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 sys.modules["torch"] = None
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-fields = json.load(sys.stdin)
-if fields["model_type"] not in CONFIG_MAPPING:
+known = [fields for fields in json.load(sys.stdin) if fields["model_type"] in CONFIG_MAPPING]
+if not known:
     print(json.dumps({"unknown": True}))
     raise SystemExit
+fields = known[0]
 config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 text = config.get_text_config(decoder=True)
 filled = {**text.to_dict(), "model_type": text.model_type or fields["model_type"]}
@@ -122,15 +124,25 @@ def _special_float(found: dict[str, Any]) -> Any:
 
 def decoder_fields(values: Mapping[str, Any]) -> Fields:
     """The fields of the text decoder, wherever a multimodal config keeps them; outer dtype and type fill its own."""
-    outer, inner = values, values
-    while nested := next((inner[name] for name in _NESTED if isinstance(inner.get(name), Mapping)), None):
-        outer, inner = {**outer, **inner}, nested
-    merged = dict(inner)
-    for name in ("model_type", "dtype", "torch_dtype", "quantization_config"):
-        if merged.get(name) is None and outer.get(name) is not None:
-            merged[name] = outer[name]
+    levels = _levels(values)
+    merged = dict(levels[-1])
+    for name in ("model_type", "quantization_config"):
+        for level in levels[::-1]:
+            if merged.get(name) is None and level.get(name) is not None:
+                merged[name] = level[name]
+    dtypes = (level[name] for level in levels for name in _DTYPES if level.get(name) is not None)
+    if (dtype := next(dtypes, None)) is not None:  # the outermost: what the model is loaded in
+        merged = {**{name: value for name, value in merged.items() if name not in _DTYPES}, "dtype": dtype}
     model_type = merged.get("model_type")
     return Fields(merged, model_type if isinstance(model_type, str) else "")
+
+
+def _levels(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The object, and the ones that hold the decoder in it, from the outside in."""
+    levels = [values]
+    while nested := next((levels[-1][name] for name in _NESTED if isinstance(levels[-1].get(name), Mapping)), None):
+        levels.append(nested)
+    return levels
 
 
 def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
@@ -138,8 +150,8 @@ def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
     `ValueError` where that class refuses the config: what it leaves out is not what a general rule would assume.
     """
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str):
+    levels = [level for level in _levels(values) if isinstance(level.get("model_type"), str)]
+    if not levels:
         return None, "model_type is missing, so no configuration class of transformers can fill it in"
     if find_spec("transformers") is None:
         return None, "transformers, whose configuration classes would fill it in, is not installed"
@@ -147,7 +159,7 @@ def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         child = subprocess.run(
-            call, input=json.dumps(values), capture_output=True, text=True, timeout=_FILL_LIMIT, env=environment
+            call, input=json.dumps(levels), capture_output=True, text=True, timeout=_FILL_LIMIT, env=environment
         )
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"transformers could not be asked: {error}"
@@ -156,6 +168,6 @@ def filled(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         raise ValueError(f"transformers does not accept the config: {last[0].strip()[:300]}")
     answer = json.loads(child.stdout.strip().splitlines()[-1])
     if "filled" not in answer:
-        return None, f"transformers does not know model type {model_type!r}"
+        return None, f"transformers does not know model type {levels[0]['model_type']!r}"
     found: dict[str, Any] = answer["filled"]
     return found, ""

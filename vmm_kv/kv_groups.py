@@ -241,11 +241,6 @@ class Cache:
         return min(self.pool_blocks(pool, blocks) * length // pool.need(length) for pool in self.pools)
 
 
-def padding_layers(layers: int, group_size: int) -> int:
-    """Layers to add so that groups of one size hold them all: memory that nothing uses (`cases.md` C64)."""
-    return -layers % group_size
-
-
 def same_span(caches: Sequence[Cache]) -> None:
     """`ValueError` unless a block stands for the same tokens on every rank."""
     spans = {cache.span for cache in caches if cache.span is not None}

@@ -25,6 +25,10 @@ _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 _LETTERS: dict[str, Kind] = {"M": "state", "*": "full", "-": "none", "E": "none"}
 _ALL_WINDOW = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"})
 """Model types of which every layer has the window, where the config gives one."""
+_WINDOW_BY_DEFAULT = frozenset({"mistral", "ministral", "voxtral_realtime_text"})
+"""Of these, those that have one also where the key is left out; `null` means none."""
+_OFF_BY_DEFAULT = ("qwen2", "qwen3", "smollm3")
+"""What model types begin with that use their window only where `use_sliding_window` says so."""
 _ALL_STATE = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}
 """Every n-th layer is full, the others have the window: what these model types do where the config leaves it out."""
@@ -32,13 +36,19 @@ _ENCODERS = frozenset({
     "albert", "beit", "bert", "big_bird", "camembert", "clip", "convbert", "data2vec-text", "deberta", "deberta-v2",
     "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "hubert",
     "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "luke", "megatron-bert", "mobilebert",
+    "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model", "siglip2_text_model",
     "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm",
     "roc_bert", "roformer", "siglip", "siglip2", "squeezebert", "swin", "tapas", "vit", "wav2vec2", "wavlm", "xlm",
     "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
 })  # fmt: skip
 """Model types that are encoders, unless the config says `is_decoder`: they see all of the input at once."""
+_OTHER_STATES = frozenset({
+    "xlstm", "rwkv", "rwkv5", "rwkv6", "rwkv7", "gla", "gated_deltanet", "delta_net", "retnet", "hgrn2", "gsa",
+    "lightning_attn", "mesa_net", "comba", "log_linear_mamba2", "recurrent",
+})  # fmt: skip
+"""Model types whose layers keep states of a size that is not known here."""
 _MOST_LAYERS = 10_000
-_OF_STATES = ("mamba_", "ssm_", "linear_", "lru_", "rwkv_")
+_OF_STATES = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "linear_attn_", "lru_", "rwkv_")
 """What keys of layers with a state begin with."""
 _ALL_FULL = frozenset({
     "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "phi", "gpt2", "gpt_neox", "gptj", "gpt_bigcode",
@@ -66,7 +76,7 @@ def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
     count = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if count > _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers: {count} layers, at most {_MOST_LAYERS} are planned")
-    if (found := _from_positions(fields, count) or _from_window(fields, count)) is not None:
+    if (found := _from_positions(fields, count)) is not None:
         return found
     if fields.model_type in _ALL_STATE:
         return _all("state", count)
@@ -74,6 +84,8 @@ def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
         return _all("full + state", count)
     if fields.model_type not in _ALL_FULL and any(str(name).startswith(_OF_STATES) for name in fields.values):
         raise MissingKey("layer_types", fields.model_type)  # some layers keep a state, nobody says which
+    if (found := _from_sharing(fields, count) or _from_window(fields, count)) is not None:
+        return found
     fields.implied("layer_types", fields.model_type in _ALL_FULL, "full attention in every layer is")
     return _all("full", count)
 
@@ -91,6 +103,8 @@ def _check_decoder(fields: Fields) -> None:
         raise ValueError(
             f"{fields.model_type!r} is an encoder, which keeps no KV cache: only decoders are planned here"
         )
+    if fields.model_type in _OTHER_STATES:
+        raise ValueError(f"{fields.model_type!r} keeps states of a size that is not known here")
 
 
 def _kind(name: Any) -> Kind:
@@ -133,9 +147,25 @@ def _from_positions(fields: Fields, count: int) -> tuple[Kind, ...] | None:
     return None
 
 
+def _from_sharing(fields: Fields, count: int) -> tuple[Kind, ...] | None:
+    """From keys that say which layers read what another one keeps, or what does not grow with the tokens."""
+    if (crossing := fields.sequence("cross_attention_layers")) is not None:
+        fields.notes.append("layers with cross attention keep what images take, which is not planned")
+        return tuple("none" if i in crossing else "full" for i in range(count))
+    if fields.get("use_cla") is True:
+        factor = fields.count("cla_share_factor")
+        return tuple("none" if i % factor else "full" for i in range(count))
+    return None
+
+
 def _from_window(fields: Fields, count: int) -> tuple[Kind, ...] | None:
     """From `sliding_window` and what says which layers have it. `None`: there is no window."""
-    if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
+    if fields.model_type in _WINDOW_BY_DEFAULT and "sliding_window" not in fields.values:
+        fields.implied("sliding_window", False, "no window is")
+    used = fields.get("use_sliding_window")
+    if fields.get("sliding_window") is None or used is False:
+        return None
+    if used is None and fields.model_type.startswith(_OFF_BY_DEFAULT):
         return None
     pattern = fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and not set(pattern) - set("LG"):

@@ -35,6 +35,11 @@ _AS_MANY_KV_HEADS = frozenset({
     "gpt_bigcode", "deci", "nemotron-nas", "dbrx", "minicpm",
 })  # fmt: skip
 """Model types that are multi-head where `num_key_value_heads` is left out."""
+_LATENT = frozenset({
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_linear", "longcat_flash", "minicpm3",
+    "glm4_moe_lite", "glm_moe_dsa", "mistral4", "youtu",
+})  # fmt: skip
+"""Model types with latent attention also where `kv_lora_rank` is left out."""
 _INDEX_TILE, _INDEX_SCALE = 128, 4
 """A sparse-attention indexer keeps its keys in 8 bits: numbers that share a scale, bytes of that scale."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -203,8 +208,8 @@ def from_values(values: dict[str, Any], *, dtype: str | None = None) -> ModelSha
         except ValueError as wrong:
             raise ValueError(f"{missing}; {wrong}") from missing
         own = decoder_fields(values)
-        # The outer config's dtype stays: the class of a nested one does not know it.
-        fields = own if defaults is None else decoder_fields({**_there(defaults), **_there(own.values)})
+        # The outer config's dtype stays: the class of a nested one does not know it. So does what is said to be null.
+        fields = own if defaults is None else decoder_fields({**own.values, **_there(defaults), **_there(own.values)})
         fields.assume = True
         try:
             shape = shape_of(fields, dtype)
@@ -233,7 +238,9 @@ def shape_of(fields: Fields, dtype: str | None = None) -> ModelShape:
         layers=layers,
         dtype=dtype,
         recurrent_dtype=recurrent,
-        max_tokens=fields.optional_count("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+        max_tokens=fields.optional_count(
+            "max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length"
+        ),
         heads=fields.optional_count(*_HEADS) if any(layer.attention for layer in layers) else None,
         notes=tuple(fields.notes),
     )
@@ -266,7 +273,10 @@ def _layer(fields: Fields, index: int, kind: Kind | str) -> Layer:
 
 
 def _attention(fields: Fields, index: int, *, windowed: bool) -> Attention | Latent | None:
-    if (rank := fields.optional_count("kv_lora_rank")) is not None:
+    latent = fields.get("use_mla") is not False
+    if latent and fields.model_type in _LATENT and "kv_lora_rank" not in fields.values:
+        raise MissingKey("kv_lora_rank", fields.model_type)
+    if latent and (rank := fields.optional_count("kv_lora_rank")) is not None:
         rope = fields.count("qk_rope_head_dim")
         indexers = fields.sequence("indexer_types")
         own_index = indexers is None or indexers[index : index + 1] == ["full"]
@@ -278,7 +288,7 @@ def _attention(fields: Fields, index: int, *, windowed: bool) -> Attention | Lat
     if (queries := fields.count(*_HEADS)) % heads:
         raise ValueError(f"{heads} key-value heads do not divide the {queries} attention heads")
     size = _head_size(fields)
-    value = fields.optional_count("v_head_dim") or size
+    value = fields.optional_count("v_head_dim", least=0) or size
     return Attention(heads, size, value, window_tokens(fields) if windowed else None)
 
 
@@ -307,7 +317,10 @@ def _kv_heads(fields: Fields, index: int) -> int:
     if (blocks := fields.sequence("block_configs")) is not None:
         return _heads_of_block(blocks, index, heads)
     names = ("num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "n_head_kv")
-    if fields.get("multi_query") is True and fields.get("new_decoder_architecture") is not True:
+    one = fields.get("multi_query")
+    if (fields.model_type == "falcon" if one is None else one is True) and fields.get(
+        "new_decoder_architecture"
+    ) is not True:
         return 1
     if fields.get("multi_query_attention") is True:
         return fields.count("multi_query_group_num")
@@ -345,7 +358,8 @@ def _head_size(fields: Fields) -> int:
     if hidden % heads:
         raise MissingKey("head_dim", fields.model_type)
     what = f"hidden_size / num_attention_heads, {hidden // heads}, is"
-    fields.implied("head_dim", fields.model_type in _HIDDEN_OVER_HEADS, what)
+    known = fields.model_type in _HIDDEN_OVER_HEADS or fields.get("use_mla") is False
+    fields.implied("head_dim", known, what)
     return hidden // heads
 
 

@@ -1,7 +1,7 @@
 """`vmm-kv plan`: what a model's KV cache takes and how much of it fits, from its config.json. No torch, no device.
 
-One rank stands for all tensor-parallel ranks of a pipeline stage, which are alike. Layers with a window and layers
-without one draw on one pool of blocks in groups of equally many layers, as vLLM does; a state takes whole blocks of it.
+One rank stands for all tensor-parallel ranks of a pipeline stage, which are alike. How layers with a window, layers
+without one and states share blocks is in `vmm_kv.stage_groups`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vmm_kv.budget import exactly, readable
-from vmm_kv.kv_groups import Group, padding_layers
 from vmm_kv.model_shape import KvGroup, ModelShape, read, stage_layers
 from vmm_kv.rank_plan import RankBudgetError, plan_ranks
 from vmm_kv.rank_terms import Rank, Term, TermKind
 from vmm_kv.request import Request
 from vmm_kv.sizes import parse_bytes
+from vmm_kv.stage_groups import StageGroups, stage_groups
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +59,12 @@ def run(options: argparse.Namespace) -> int:
         shape.groups(kv=options.kv_dtype, tp=options.tp, layers=layers, recurrent=options.state_dtype)
         for layers in stage_layers(len(shape.layers), options.pp)
     ]
-    told = _shape(shape, stages, options)
+    shared = stage_groups(stages, options.block_size, options.step_tokens)
+    told = _shape(shape, stages, shared, options)
     if empty := [str(i) for i, groups in enumerate(stages) if not groups]:
         raise ValueError(f"no layer of pipeline stage {', '.join(empty)} caches anything: nothing to plan there")
     try:
-        plan = plan_ranks(_ranks(stages, options), _request(options), max_model_len=told["max_model_len"])
+        plan = plan_ranks(_ranks(shared, options), _request(options), max_model_len=told["max_model_len"])
     except RankBudgetError as error:
         failed = {"model": told, "error": str(error), "plan": error.ranked.to_dict()}
         print(json.dumps(failed) if options.json else _text(told))
@@ -71,35 +72,6 @@ def run(options: argparse.Namespace) -> int:
         return 1
     print(json.dumps({"model": told, "plan": plan.to_dict()}) if options.json else f"{_text(told)}\n\n{plan}")
     return 0
-
-
-def pool_groups(groups: Sequence[KvGroup], block_size: int, step_tokens: int = 0) -> tuple[Group, ...]:
-    """The groups of one rank as a plan takes them: all on one pool of blocks of `block_size` tokens.
-
-    Where some have a window and some not, or windows differ, their layers are cut into groups of equally many, the last
-    padded: a block id then serves any of them. `step_tokens`: tokens in flight, which a window holds as well.
-    """
-    drawing = [group for group in groups if group.kind != "state"]
-    size = group_size([len(group.layers) for group in drawing])
-    found = []
-    for group in groups:
-        if group.kind == "state":
-            found.append(Group(group.name, kind="state", bytes_per_request=group.bytes_per_request))
-            continue
-        count = -(-len(group.layers) // size)
-        whole = group.bytes_per_token if len(drawing) == 1 else -(-group.bytes_per_token * size // len(group.layers))
-        window = None if group.window is None else group.window + step_tokens
-        names = [group.name] if count == 1 else [f"{group.name}, {i + 1} of {count}" for i in range(count)]
-        found += [Group(name, whole * block_size, block_size, group.kind, window) for name in names]
-    return tuple(found)
-
-
-def group_size(counts: Sequence[int]) -> int:
-    """Layers of a group when kinds of layers of these counts share one pool: the least of them, or the most where that
-    wastes little, less than a quarter (vLLM's rule; `cases.md` C64)."""
-    if not counts:
-        return 1
-    return max(counts) if 4 * max(counts) < 5 * min(counts) else min(counts)
 
 
 def _size(text: str) -> int:
@@ -124,7 +96,7 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(utilization=0.9 if options.utilization is None else options.utilization)
 
 
-def _ranks(stages: Sequence[Sequence[KvGroup]], options: argparse.Namespace) -> list[Rank]:
+def _ranks(stages: Sequence[StageGroups], options: argparse.Namespace) -> list[Rank]:
     weights = [Term("weights", options.weights)] if options.weights is not None else []
     kinds: tuple[tuple[list[tuple[str, int]], TermKind], ...] = (
         (options.term, "permanent"),
@@ -135,12 +107,12 @@ def _ranks(stages: Sequence[Sequence[KvGroup]], options: argparse.Namespace) -> 
         Rank(
             options.memory,
             terms,
-            pool_groups(groups, options.block_size, options.step_tokens),
+            own.groups,
             free=options.free,
             name=_rank_name(stage, options.tp),
             granule=options.granule,
         )
-        for stage, groups in enumerate(stages)
+        for stage, own in enumerate(stages)
     ]
 
 
@@ -148,7 +120,12 @@ def _rank_name(stage: int, tp: int) -> str:
     return f"rank {stage}" if tp == 1 else f"ranks {stage * tp} to {stage * tp + tp - 1}"
 
 
-def _shape(shape: ModelShape, stages: Sequence[Sequence[KvGroup]], options: argparse.Namespace) -> dict[str, Any]:
+def _shape(
+    shape: ModelShape,
+    stages: Sequence[Sequence[KvGroup]],
+    shared: Sequence[StageGroups],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """JSON-ready: what the model keeps for a token, a block and a request on a rank of each stage."""
     length = options.max_model_len if options.max_model_len is not None else shape.max_tokens
     ranks: list[dict[str, Any]] = []
@@ -159,7 +136,7 @@ def _shape(shape: ModelShape, stages: Sequence[Sequence[KvGroup]], options: argp
             "bytes_per_token_beyond_windows": sum(group.bytes_per_token for group in groups if group.window is None),
             "bytes_per_block": sum(group.bytes_per_block(options.block_size) for group in groups),
             "bytes_per_request": sum(group.bytes_per_request for group in groups),
-            "padding_layers": _padding(groups),
+            "padding_layers": shared[stage].padding_layers,
             "groups": [
                 {**asdict(group), "bytes_per_block": group.bytes_per_block(options.block_size)} for group in groups
             ],
@@ -183,12 +160,6 @@ def _on_windows(stages: Sequence[Sequence[KvGroup]], step_tokens: int) -> tuple[
     if step_tokens or not any(group.kind == "window" for groups in stages for group in groups):
         return ()
     return ("windows are planned without tokens in flight: --step-tokens takes the most that one step computes",)
-
-
-def _padding(groups: Sequence[KvGroup]) -> int:
-    counts = [len(group.layers) for group in groups if group.kind != "state"]
-    size = group_size(counts)
-    return sum(padding_layers(count, size) for count in counts) if len(counts) > 1 else 0
 
 
 def _text(told: dict[str, Any]) -> str:

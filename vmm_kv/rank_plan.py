@@ -90,7 +90,9 @@ class RankedPlan:
     capacity: int | None
     """Blocks that there are addresses for, None if that is no bound."""
     needed: int
-    """Blocks that one longest request needs, at least 1."""
+    """Blocks that one longest request needs, at least `min_blocks`."""
+    min_blocks: int
+    """Blocks that must fit in any case, at least 1."""
     tokens: int | None
     """Tokens held by all ranks together; None if nothing bounds them. See `Cache.tokens`."""
     tokens_per_rank: int | None
@@ -184,6 +186,7 @@ def plan_ranks(
         blocks=blocks,
         capacity=capacity,
         needed=needed,
+        min_blocks=max(1, min_blocks),
         tokens=tokens,
         tokens_per_rank=None if tokens is None else -(-tokens // max(cache.context_parallel for cache in caches)),
         largest_request=min(longest, default=None),

@@ -105,7 +105,8 @@ def remedies(found: RankedPlan) -> tuple[str, ...]:
     over = [f"{exactly(cost - part.room)} more on {part.name}" for part, cost in wanted if cost > part.room]
     if over:
         lines.append("free " + " and ".join(over))
-    if found.max_model_len is not None and 0 < (found.largest_request or 0) < found.max_model_len:
+    shorter = found.max_model_len is not None and 0 < (found.largest_request or 0) < found.max_model_len
+    if shorter and found.min_blocks <= found.blocks:
         lines.append(f"or lower max_model_len to {found.largest_request}")
     return tuple(lines)
 

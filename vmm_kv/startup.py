@@ -293,8 +293,8 @@ class Startup:
         if not self.caches:
             raise StateError(f"{operation} before any cache was reserved: call reserve() first")
         for cache in self.caches:
-            if cache.state is State.CLOSED:
-                raise StateError(f"{operation} with a cache that is closed: {cache!r}")
+            if cache.state in (State.CLOSED, State.FAULTED):
+                raise StateError(f"{operation} with a cache that is {cache.state.value}: {cache!r}")
         return self.caches
 
     @contextmanager

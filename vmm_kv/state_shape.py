@@ -88,22 +88,22 @@ def state_of(fields: Fields) -> State:
 def _mamba2(fields: Fields) -> State:
     """Columns of the convolution: the inner size, and B and C of each group. State: heads x head size x state size."""
     heads = fields.count("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    inner = fields.optional_count("mamba_d_ssm") or _inner(fields)
     size = fields.count("mamba_d_state", "ssm_state_size", "state_size")
-    if inner % heads:
-        raise ValueError(f"mamba_n_heads: {heads} does not divide the inner size {inner}")
     head_size = fields.get("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    if head_size is None and fields.model_type == "mamba2":
+        head_size = fields.count("head_dim")
     if head_size not in (None, "auto"):
         inner = heads * whole("mamba_d_head", head_size)
-    elif fields.model_type == "mamba2":
-        inner = heads * fields.count("head_dim")
+    elif (inner := fields.optional_count("mamba_d_ssm") or _inner(fields)) % heads:
+        raise ValueError(f"mamba_n_heads: {heads} does not divide the inner size {inner}")
     groups = fields.count("mamba_n_groups", "mamba_ngroups", "n_groups")
     return State(inner, groups, 2 * size, _kept(fields), inner * size, heads)
 
 
 def _mamba1(fields: Fields) -> State:
     """Columns: the inner size. State: inner size x state size. Split column by column."""
-    inner = _inner(fields)
+    own = fields.model_type in ("mamba", "falcon_mamba")  # whose `expand` need not say the same
+    inner = (fields.optional_count("intermediate_size") if own else None) or _inner(fields)
     return State(
         inner, conv_kept=_kept(fields), recurrent=inner * fields.count("mamba_d_state", "state_size"), heads=inner
     )
@@ -124,13 +124,14 @@ def _gated_delta(fields: Fields) -> State:
 
 
 def _delta_attention(fields: Fields) -> State:
-    """Queries, keys and values of as many heads, each through a convolution; state: head size squared a head."""
+    """Queries, keys and values of as many heads, each through a convolution; state: head size squared a head, float32
+    whatever is asked for (vLLM's `kda_state_dtype`)."""
     nested = fields.get("linear_attn_config")
     if isinstance(nested, dict):
         fields = Fields(nested, fields.model_type)
     heads, size = fields.count("linear_num_heads", "num_heads"), fields.count("linear_head_dim", "head_dim")
     kept = fields.count("linear_conv_kernel_dim", "short_conv_kernel_size") - 1
-    return State(3 * heads * size, conv_kept=kept, recurrent=heads * size * size, heads=heads)
+    return State(3 * heads * size, conv_kept=kept, recurrent=heads * size * size, heads=heads, float32=True)
 
 
 def _short_conv(fields: Fields) -> State:

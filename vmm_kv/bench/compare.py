@@ -210,11 +210,16 @@ def _process(scenario: Scenario, name: str, known: Known | None = None, **extra:
         )
     except subprocess.TimeoutExpired:
         raise _Ended(f"no end after {_SECONDS} s") from None
+    except OSError as error:
+        raise _Ended(f"it could not be started: {error}") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise _Ended(f"the process ended with status {done.returncode}: {last}")
-    return dict(json.loads(lines[-1]))
+    try:
+        return dict(json.loads(lines[-1]))
+    except (TypeError, ValueError):
+        raise _Ended(f"the process ended well, but its last word is no row: {lines[-1][:80]!r}") from None
 
 
 def _startup(phases: Mapping[str, float]) -> float:
