@@ -67,7 +67,8 @@ def _memory(axis: Any, found: Comparison, scenario: Scenario) -> None:
         for start, length, colour, hatch in (parts := bar(row, known, scenario)):
             axis.barh(place, length, left=start, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
         if (end := sum(parts[-1][:2])) > room * _SHOWN:
-            axis.text(room * _SHOWN, place, f"to {end:.0f} > ", ha="right", va="center", fontsize=8, color="white")
+            axis.text(room * _SHOWN, place, f"to {end:.0f} > ", ha="right", va="center", fontsize=8, color="white",
+                      bbox={"facecolor": OVER, "edgecolor": "none", "pad": 1})  # fmt: skip
         axis.text(1.01, place, _verdict(row), transform=axis.get_yaxis_transform(), va="center", fontsize=9,
                   color="black" if row.outcome == "served" else OVER)  # fmt: skip
     axis.axvline(room, color="black", linewidth=1.5)
