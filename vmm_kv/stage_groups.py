@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from vmm_kv.kv_groups import Group
 from vmm_kv.model_shape import KvGroup
 
+Cuts = dict[str, tuple[tuple[int, ...], ...]]
+"""Of each kind of attention, the layers of each of its groups, over the whole model."""
+
 
 @dataclass(frozen=True)
 class StageGroups:
@@ -62,13 +65,13 @@ def padding_layers(counts: Sequence[int]) -> int:
     return sum(max(counts) - count for count in counts)
 
 
-def _held(groups: Sequence[KvGroup], cuts: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, list[int]]:
+def _held(groups: Sequence[KvGroup], cuts: Cuts) -> dict[str, list[int]]:
     """Of each kind, how many layers of each of its groups the stage holds."""
     own = {index for group in groups for index in group.layers}
     return {name: [sum(index in own for index in part) for part in parts] for name, parts in cuts.items()}
 
 
-def _block_bytes(groups: Sequence[KvGroup], cuts: dict[str, tuple[tuple[int, ...], ...]], block_size: int) -> int:
+def _block_bytes(groups: Sequence[KvGroup], cuts: Cuts, block_size: int) -> int:
     """Bytes of a block id on the stage: those of the group with the most; 0 without attention."""
     held = _held(groups, cuts)
     sizes = [
@@ -79,9 +82,7 @@ def _block_bytes(groups: Sequence[KvGroup], cuts: dict[str, tuple[tuple[int, ...
     return max(sizes, default=0) * block_size
 
 
-def _state_ids(
-    stages: Sequence[Sequence[KvGroup]], cuts: dict[str, tuple[tuple[int, ...], ...]], block_size: int
-) -> int:
+def _state_ids(stages: Sequence[Sequence[KvGroup]], cuts: Cuts, block_size: int) -> int:
     """Block ids that a request's state takes: whole blocks of the stage that needs the most of them."""
     return max(
         (
@@ -97,7 +98,7 @@ def _state_ids(
 def _stage(
     groups: Sequence[KvGroup],
     kinds: dict[str, KvGroup],
-    cuts: dict[str, tuple[tuple[int, ...], ...]],
+    cuts: Cuts,
     ids: int,
     block_size: int,
     step_tokens: int,
