@@ -74,12 +74,22 @@ def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     assert "usage: vmm-kv" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_reader_that_has_enough_is_no_error(command: str) -> None:
     config = Path(vmm_kv.__file__).parent / "demo" / "config.json"
     code = "import sys; from vmm_kv.cli import main; sys.exit(main(sys.argv[1:]))"
-    asked = ["plan", "--config", str(config), "--memory", "1GiB"]
+    asked = [command, *(["--config", str(config), "--memory", "1GiB"] if command == "plan" else [])]
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code, *asked], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_closed_standard_output_is_no_error() -> None:
+    config = Path(vmm_kv.__file__).parent / "demo" / "config.json"
+    call = f"{sys.executable} -c 'import sys; from vmm_kv.cli import main; sys.exit(main(sys.argv[1:]))' "
+    done = subprocess.run(
+        f"{call} plan --config {config} --memory 1GiB >&-", shell=True, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

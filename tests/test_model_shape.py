@@ -229,6 +229,7 @@ def test_which_layers_cache_what(changes: dict[str, Any], expected: str) -> None
         ({"layer_types": ["linear_attention"] * 32}, "mamba_d_state is missing"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ({"sliding_window": 64}, "layer_types is missing"),
+        ({"n_recurrent_loops": 3}, "run in loops and keep more than once"),
         ({"torch_dtype": "int4"}, "'int4'"),
         ({"is_encoder_decoder": True}, "'llama' is an encoder with a decoder: only decoders"),
         ({"model_type": "bert"}, "'bert' is an encoder, which keeps no KV cache"),
@@ -438,3 +439,44 @@ def test_what_transformers_saved_is_filled_in() -> None:
     """Bamba's own class saves its limits in that way, and refuses them as it saved them."""
     values = {**LLAMA, "model_type": "bamba", "time_step_limit": (0.0, float("inf")), "attn_layer_indices": [3, 7]}
     assert {group.kind for group in from_values(values).groups()} == {"state", "full"}
+
+
+def test_a_float_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"limit": {"__float__": null}}')
+    with pytest.raises(ValueError, match="__float__: the name of a number is expected, not None"):
+        config_fields.read_config(tmp_path)
+
+
+def test_keys_of_states_that_are_null_mean_nothing() -> None:
+    of_class = decoder_fields({**LLAMA, "model_type": "new", "mamba_d_state": None, "head_dim": 128})
+    of_class.assume = True
+    assert [group.kind for group in shape_of(of_class).groups()] == ["full"]
+
+
+def test_latent_layers_may_have_a_window_and_a_rank_of_their_own() -> None:
+    """Layers by their number, padded with zeros as transformers saves them: dots3's kind of model."""
+    of = shape(
+        **{**MLA, "num_hidden_layers": 11, "sliding_window": 512, "index_head_dim": 128},
+        layer_types=["indexed_attention"] + ["sliding_attention"] * 10,
+        per_layer_config={f"{i:02}": {"kv_lora_rank": 1024} for i in range(1, 11)},
+    )
+    full, window = of.groups()
+    assert (full.name, full.bytes_per_token, full.window) == ("latent", 576 * 2 + 128 + 4, None)
+    assert (window.name, window.bytes_per_token, window.window) == ("latent window 512", 10 * 1088 * 2, 512)
+
+
+def test_latent_attention_without_a_rotary_part() -> None:
+    assert token_bytes(shape(**{**MLA, "qk_rope_head_dim": 0})) == 32 * 512 * 2
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("model_type", "window", "full"),
+    [
+        ("gemma4_text", 25 * 4 * 256 * 2 * 2, 5 * 4 * 512 * 2 * 2),  # sizes by layer, in `per_layer_config`
+        ("mimo_v2_flash", 39 * 8 * (192 + 128) * 2, 9 * 4 * (192 + 128) * 2),  # twice the KV heads under a window
+    ],
+)
+def test_what_a_class_says_layer_by_layer(model_type: str, window: int, full: int) -> None:
+    found = from_values({"model_type": model_type, "torch_dtype": "bfloat16"}).groups()
+    assert {group.kind: group.bytes_per_token for group in found} == {"window": window, "full": full}

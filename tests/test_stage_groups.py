@@ -16,11 +16,12 @@ LAYER = 1024
 
 
 def window(*layers: int) -> KvGroup:
-    return KvGroup("window 64", "window", layers, bytes_per_token=LAYER * len(layers), window=64)
+    count = len(layers)
+    return KvGroup("window 64", "window", layers, LAYER * count, layer_bytes=(LAYER,) * count, window=64)
 
 
 def full(*layers: int) -> KvGroup:
-    return KvGroup("full", "full", layers, bytes_per_token=LAYER * len(layers))
+    return KvGroup("full", "full", layers, LAYER * len(layers), layer_bytes=(LAYER,) * len(layers))
 
 
 def state(*layers: int, nbytes: int = 100_000) -> KvGroup:
@@ -105,3 +106,22 @@ def test_states_alone_are_counted_in_requests() -> None:
 
 def test_a_stage_that_caches_nothing_has_no_groups() -> None:
     assert [stage.groups for stage in stage_groups([[full(0)], []], 16)] == [(Group("full", LAYER * 16, 16),), ()]
+
+
+def test_layers_of_one_kind_may_differ_in_size() -> None:
+    """Windows of 1, 8, 1 and 8 KiB a token in two groups: those of 8 are in one."""
+    sizes = (LAYER, 8 * LAYER, LAYER, 8 * LAYER)
+    uneven = KvGroup("window 64", "window", (0, 1, 2, 3), sum(sizes), layer_bytes=sizes, window=64)
+    (found,) = stage_groups([[uneven, full(4, 5)]], 16)
+    assert {group.bytes_per_block for group in found.groups} == {16 * LAYER * 16}
+    (alone,) = stage_groups([[uneven]], 16)
+    assert [group.bytes_per_block for group in alone.groups] == [18 * LAYER * 16]
+
+
+@pytest.mark.parametrize("stages", [[[full(0)], [state(1)]], [[state(0)], [full(1, 2)], [state(3, 4)]]])
+def test_no_stage_needs_to_have_both(stages: list[list[KvGroup]]) -> None:
+    ranked = plan(stages)
+    ids = -(-max(g.bytes_per_request for groups in stages for g in groups) // max(
+        g.bytes_per_token * 16 for groups in stages for g in groups))  # fmt: skip
+    assert ranked.concurrent_requests == ranked.blocks // (100 + ids)
+    assert all(rank.nbytes <= 1 << 30 for rank in ranked.ranks)

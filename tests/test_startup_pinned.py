@@ -269,3 +269,10 @@ def test_a_share_that_the_pinned_size_exceeds_is_noted(saved: StartupReport) -> 
     assert report.blocks == saved.blocks
     (note,) = [note for note in report.plan.notes if "kept to" in note]
     assert "a utilization of 0.9" in note and "this one takes 2.00 MiB" in note
+
+
+def test_a_start_that_exceeded_its_share_is_reproduced_without_a_word() -> None:
+    saved = Boot(utilization=0.2, back=400, capacity=1000, specs=(KV,)).commit()
+    assert saved.plan.status == "over_budget"
+    report = Boot(pinned=saved, back=400, specs=(KV,)).commit()
+    assert report.blocks == saved.blocks and not any("kept to" in note for note in report.plan.notes)

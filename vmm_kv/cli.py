@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"demo": _demo, "doctor": _doctor, "plan": _plan, "bench": _bench}
     try:
         status = commands[options.command](options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed from the start
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever read has enough: what is left goes nowhere, also at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -119,7 +119,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def _special_float(found: dict[str, Any]) -> Any:
     """transformers saves what JSON has no word for as `{"__float__": "Infinity"}`."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+    if found.keys() != {"__float__"}:
+        return found
+    try:
+        return float(found["__float__"])
+    except TypeError:
+        raise ValueError(f"__float__: the name of a number is expected, not {repr(found['__float__'])}") from None
 
 
 def decoder_fields(values: Mapping[str, Any]) -> Fields:

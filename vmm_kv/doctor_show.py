@@ -7,12 +7,13 @@ from rich.table import Table
 from rich.text import Text
 
 from vmm_kv.budget import readable
+from vmm_kv.console import Printer
 from vmm_kv.doctor import WORKS, DeviceFacts, Diagnosis, KindFacts
 
 
 def show(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Prints the diagnosis. Fits 80 columns and does without colour."""
-    console = console or Console()
+    console = console or Printer()
     console.print(f"vmm-kv {diagnosis.vmm_kv}, Python {diagnosis.python}, {diagnosis.system}", highlight=False)
     console.print(f"torch {diagnosis.torch}", highlight=False)
     console.print(_kinds(diagnosis))

@@ -82,7 +82,9 @@ def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
         return _all("state", count)
     if fields.model_type == "falcon_h1":
         return _all("full + state", count)
-    if fields.model_type not in _ALL_FULL and any(str(name).startswith(_OF_STATES) for name in fields.values):
+    if fields.model_type not in _ALL_FULL and any(
+        str(name).startswith(_OF_STATES) and value is not None for name, value in fields.values.items()
+    ):
         raise MissingKey("layer_types", fields.model_type)  # some layers keep a state, nobody says which
     if (found := _from_sharing(fields, count) or _from_window(fields, count)) is not None:
         return found
@@ -103,6 +105,8 @@ def _check_decoder(fields: Fields) -> None:
         raise ValueError(
             f"{fields.model_type!r} is an encoder, which keeps no KV cache: only decoders are planned here"
         )
+    if fields.get("n_recurrent_loops") is not None:
+        raise ValueError(f"layers of {fields.model_type!r} run in loops and keep more than once: not planned here")
     if fields.model_type in _OTHER_STATES:
         raise ValueError(f"{fields.model_type!r} keeps states of a size that is not known here")
 

@@ -42,7 +42,6 @@ _LATENT = frozenset({
 """Model types with latent attention also where `kv_lora_rank` is left out."""
 _INDEX_TILE, _INDEX_SCALE = 128, 4
 """A sparse-attention indexer keeps its keys in 8 bits: numbers that share a scale, bytes of that scale."""
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -75,6 +74,7 @@ class Latent:
     rank: int
     rope: int
     index: int = 0
+    window: int | None = None
 
     def token_bytes(self, dtype: KvDtype, tp: int) -> int:
         """On every rank the same: there are no heads to split."""
@@ -100,6 +100,8 @@ class KvGroup:
     bytes_per_token: int = 0
     key_bytes_per_token: int = 0
     """The keys' part; 0 where keys and values are not kept apart."""
+    layer_bytes: tuple[int, ...] = ()
+    """Of each of `layers` for a token; none for a state."""
     bytes_per_request: int = 0
     """Fixed: states."""
     window: int | None = None
@@ -123,6 +125,7 @@ def _together(alike: Sequence[KvGroup]) -> KvGroup:
         layers=tuple(index for one in alike for index in one.layers),
         bytes_per_token=sum(one.bytes_per_token for one in alike),
         key_bytes_per_token=sum(one.key_bytes_per_token for one in alike),
+        layer_bytes=tuple(size for one in alike for size in one.layer_bytes),
         bytes_per_request=sum(one.bytes_per_request for one in alike),
     )
 
@@ -177,12 +180,11 @@ class ModelShape:
             fixed = part.conv_numbers(tp) * number_bytes(self.dtype) + part.recurrent_numbers(tp) * item
             return KvGroup("state", "state", (index,), bytes_per_request=fixed)
         token = part.token_bytes(dtype, tp)
-        if isinstance(part, Latent):
-            return KvGroup("latent", "full", (index,), token)
-        keys = 0 if dtype.slot is not None else part.key_bytes(dtype, tp)
-        if part.window is None:
-            return KvGroup("full", "full", (index,), token, keys)
-        return KvGroup(f"window {part.window}", "window", (index,), token, keys, window=part.window)
+        keys = 0 if dtype.slot is not None or isinstance(part, Latent) else part.key_bytes(dtype, tp)
+        kind: GroupKind = "full" if part.window is None else "window"
+        names = ["latent"] if isinstance(part, Latent) else []
+        names += [f"window {part.window}"] if part.window is not None else [] if names else ["full"]
+        return KvGroup(" ".join(names), kind, (index,), token, keys, (token,), window=part.window)
 
 
 def read(path: str | Path, *, dtype: str | None = None) -> ModelShape:
@@ -273,15 +275,12 @@ def _layer(fields: Fields, index: int, kind: Kind | str) -> Layer:
 
 
 def _attention(fields: Fields, index: int, *, windowed: bool) -> Attention | Latent | None:
+    fields = _for_layer(fields, index, windowed)
     latent = fields.get("use_mla") is not False
     if latent and fields.model_type in _LATENT and "kv_lora_rank" not in fields.values:
         raise MissingKey("kv_lora_rank", fields.model_type)
     if latent and (rank := fields.optional_count("kv_lora_rank")) is not None:
-        rope = fields.count("qk_rope_head_dim")
-        indexers = fields.sequence("indexer_types")
-        own_index = indexers is None or indexers[index : index + 1] == ["full"]
-        return Latent(rank, rope, (fields.optional_count("index_head_dim") or 0) if own_index else 0)
-    fields = _for_layer(fields, index, windowed)
+        return _latent(fields, rank, index, windowed)
     heads = _kv_heads(fields, index)
     if heads == 0:
         return None
@@ -292,12 +291,23 @@ def _attention(fields: Fields, index: int, *, windowed: bool) -> Attention | Lat
     return Attention(heads, size, value, window_tokens(fields) if windowed else None)
 
 
+def _latent(fields: Fields, rank: int, index: int, windowed: bool) -> Latent:
+    rope = fields.optional_count("qk_rope_head_dim", least=0)
+    if rope is None:
+        raise MissingKey("qk_rope_head_dim", fields.model_type)
+    indexers = fields.sequence("indexer_types")
+    has_index = not windowed and (indexers is None or indexers[index : index + 1] == ["full"])
+    own_index = fields.optional_count("index_head_dim") if has_index else None
+    return Latent(rank, rope, own_index or 0, window_tokens(fields) if windowed else None)
+
+
 def _for_layer(fields: Fields, index: int, windowed: bool) -> Fields:
     """The fields with what is said of this layer alone, or of layers with a window alone, in the place of the rest."""
     own: dict[str, Any] = {}
     per_layer = fields.get("per_layer_config")
     if isinstance(per_layer, dict):
-        said = per_layer.get(str(index)) or per_layer.get(index) or {}
+        named = {str(name).lstrip("0") or "0": said for name, said in per_layer.items()}  # "05", "5" or 5
+        said = named.get(str(index)) or {}
         if not isinstance(said, dict):
             raise ValueError(f"per_layer_config of layer {index} must be an object, got {said!r}")
         own = {**said}
@@ -308,6 +318,8 @@ def _for_layer(fields: Fields, index: int, windowed: bool) -> Fields:
     elif windowed:
         names = ("num_key_value_heads", "head_dim", "v_head_dim", "num_attention_heads")
         own = {name: fields.get(f"swa_{name}") for name in names if fields.get(f"swa_{name}") is not None}
+        if fields.model_type == "mimo_v2_flash" and "num_key_value_heads" not in own:
+            own["num_key_value_heads"] = 2 * fields.count("num_key_value_heads")  # as its class has it
     return Fields({**fields.values, **own}, fields.model_type, fields.assume, fields.notes) if own else fields
 
 

@@ -73,7 +73,7 @@ class Pin:
     def noted(self, now: Plan) -> Plan:
         """The plan, with a note where the share that the pinned start-up kept to is exceeded: its size comes first."""
         then = self.report.plan
-        above = now.own + sum(size for _, size in now.terms.headroom) + now.cost - then.requested
+        above = _taken(now) - max(then.requested, _taken(then))
         if then.request.utilization is None or above <= 0:
             return now
         share = f"{exactly(then.requested)}, a utilization of {then.request.utilization:g}"
@@ -97,6 +97,11 @@ def record(cache: KVCache) -> CacheRecord:
         for place in cache.layout.placements
     )
     return CacheRecord(cache.capacity, cache.reserved_bytes, cache.unit, tensors)
+
+
+def _taken(plan: Plan) -> int:
+    """Bytes of the share that the process holds or keeps free."""
+    return plan.own + sum(size for _, size in plan.terms.headroom) + plan.cost
 
 
 def _facts(cache: CacheRecord) -> Facts:

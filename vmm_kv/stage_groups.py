@@ -73,26 +73,22 @@ def _held(groups: Sequence[KvGroup], cuts: Cuts) -> dict[str, list[int]]:
 
 def _block_bytes(groups: Sequence[KvGroup], cuts: Cuts, block_size: int) -> int:
     """Bytes of a block id on the stage: those of the group with the most; 0 without attention."""
-    held = _held(groups, cuts)
-    sizes = [
-        -(-group.bytes_per_token * max(held[group.name]) // len(group.layers))
-        for group in groups
-        if group.kind != "state"
-    ]
+    layers = {
+        group.name: dict(zip(group.layers, group.layer_bytes, strict=True)) for group in groups if group.kind != "state"
+    }
+    sizes = [sum(own.get(index, 0) for index in part) for name, own in layers.items() for part in cuts[name]]
     return max(sizes, default=0) * block_size
 
 
 def _state_ids(stages: Sequence[Sequence[KvGroup]], cuts: Cuts, block_size: int) -> int:
-    """Block ids that a request's state takes: whole blocks of the stage that needs the most of them."""
-    return max(
-        (
-            -(-group.bytes_per_request // block)
-            for groups in stages
-            if (block := _block_bytes(groups, cuts, block_size))
-            for group in groups
-        ),
-        default=0,
-    )
+    """Block ids that a request's state takes: whole blocks of the stage that needs the most of them.
+
+    Where no stage has both, the largest state in the largest blocks. 0 without attention or without states.
+    """
+    sizes = [(_block_bytes(groups, cuts, block_size), sum(g.bytes_per_request for g in groups)) for groups in stages]
+    both = [-(-state // block) for block, state in sizes if block and state]
+    most_block, most_state = max(block for block, _ in sizes), max(state for _, state in sizes)
+    return max(both) if both else -(-most_state // most_block) if most_block else 0
 
 
 def _stage(

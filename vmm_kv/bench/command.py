@@ -20,7 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "startup",
         help="start the same engine with every strategy, each in a fresh process on the same device",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n  ".join(["ladders:", *_LADDERS, "strategies:", *NAMES]),
+        epilog="\n".join(
+            ["ladders:", *(f"  {name}" for name in _LADDERS), "strategies:", *(f"  {name}" for name in NAMES)]
+        ),
     )
     add = startup.add_argument
     add("--device", default="host:2GiB", help="host[:size], cuda[:index], hip[:index] (default: %(default)s)")

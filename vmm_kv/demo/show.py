@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vmm_kv.budget import readable
+from vmm_kv.console import Printer
 from vmm_kv.demo.run import DemoRun, Tell
 
 _BAR = 34
@@ -36,7 +37,7 @@ def progress() -> Iterator[Tell]:
 
 def show(run: DemoRun, console: Console | None = None) -> None:
     """Prints the run. Fits 80 columns and does without colour."""
-    console = console or Console()
+    console = console or Printer()
     result = run.result
     console.print(
         Panel(
