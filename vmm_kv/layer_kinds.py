@@ -33,13 +33,13 @@ _ALL_STATE = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}
 """Every n-th layer is full, the others have the window: what these model types do where the config leaves it out."""
 _ENCODERS = frozenset({
-    "albert", "beit", "bert", "big_bird", "camembert", "clip", "convbert", "data2vec-text", "deberta", "deberta-v2",
-    "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "hubert",
-    "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "luke", "megatron-bert", "mobilebert",
-    "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model", "siglip2_text_model",
-    "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "rembert", "roberta", "roberta-prelayernorm",
-    "roc_bert", "roformer", "siglip", "siglip2", "squeezebert", "swin", "tapas", "vit", "wav2vec2", "wavlm", "xlm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
+    "albert", "beit", "bert", "big_bird", "camembert", "clip", "clip_text_model", "clip_vision_model",
+    "convbert", "data2vec-text", "deberta", "deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie",
+    "esm", "eurobert", "flaubert", "fnet", "funnel", "hubert", "ibert", "layoutlm", "layoutlmv2", "layoutlmv3",
+    "lilt", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert",
+    "nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "siglip", "siglip2",
+    "siglip2_text_model", "siglip_text_model", "siglip_vision_model", "squeezebert", "swin", "tapas", "vit",
+    "wav2vec2", "wavlm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
 })  # fmt: skip
 """Model types that are encoders, unless the config says `is_decoder`: they see all of the input at once."""
 _OTHER_STATES = frozenset({
