@@ -34,7 +34,17 @@ def plan(stages: list[list[KvGroup]], memory: int = 1 << 30, length: int = 1600)
 
 
 @pytest.mark.parametrize(
-    ("counts", "size"), [([17, 16], 17), ([12, 13], 13), ([22, 4], 4), ([18, 18], 18), ([], 1), ([48, 17], 17)]
+    ("counts", "size"),
+    [
+        ([17, 16], 17),
+        ([12, 13], 13),
+        ([16, 22], 22),
+        ([16, 24], 16),
+        ([22, 4], 4),
+        ([18, 18], 18),
+        ([], 1),
+        ([48, 17], 17),
+    ],
 )
 def test_group_size(counts: list[int], size: int) -> None:
     assert group_size(counts) == size

@@ -25,7 +25,7 @@ _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 _LETTERS: dict[str, Kind] = {"M": "state", "*": "full", "-": "none", "E": "none"}
 _ALL_WINDOW = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"})
 """Model types of which every layer has the window, where the config gives one."""
-_WINDOW_BY_DEFAULT = frozenset({"mistral", "ministral", "voxtral_realtime_text"})
+_WINDOW_BY_DEFAULT = frozenset({"mistral", "ministral"})
 """Of these, those that have one also where the key is left out; `null` means none."""
 _OFF_BY_DEFAULT = ("qwen2", "qwen3", "smollm3")
 """What model types begin with that use their window only where `use_sliding_window` says so."""
@@ -62,7 +62,7 @@ _ALL_FULL = frozenset({
 def layer_kinds(fields: Fields) -> tuple[Kind, ...]:
     """One kind a layer. `MissingKey` where the config does not tell; `ValueError` for a kind that is not known here
     and for what is no decoder."""
-    _check_decoder(fields)
+    _check_planned(fields)
     named = fields.sequence("layer_types", "layers_block_type")
     if named is not None:
         latent = fields.get("kv_lora_rank") is not None
@@ -97,7 +97,7 @@ def window_tokens(fields: Fields) -> int:
     return fields.count("sliding_window", "attention_chunk_size", "attention_window_size", "sliding_window_size")
 
 
-def _check_decoder(fields: Fields) -> None:
+def _check_planned(fields: Fields) -> None:
     if fields.get("is_encoder_decoder") is True:
         raise ValueError(f"{fields.model_type!r} is an encoder with a decoder: only decoders are planned here")
     masked = [str(name).endswith("ForMaskedLM") for name in fields.sequence("architectures") or ()]

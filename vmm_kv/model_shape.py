@@ -182,9 +182,9 @@ class ModelShape:
         token = part.token_bytes(dtype, tp)
         keys = 0 if dtype.slot is not None or isinstance(part, Latent) else part.key_bytes(dtype, tp)
         kind: GroupKind = "full" if part.window is None else "window"
-        names = ["latent"] if isinstance(part, Latent) else []
-        names += [f"window {part.window}"] if part.window is not None else [] if names else ["full"]
-        return KvGroup(" ".join(names), kind, (index,), token, keys, (token,), window=part.window)
+        reach = "full" if part.window is None else f"window {part.window}"
+        name = f"latent {reach}".removesuffix(" full") if isinstance(part, Latent) else reach
+        return KvGroup(name, kind, (index,), token, keys, (token,), window=part.window)
 
 
 def read(path: str | Path, *, dtype: str | None = None) -> ModelShape:

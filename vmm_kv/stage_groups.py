@@ -62,7 +62,7 @@ def cut(layers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 
 def padding_layers(counts: Sequence[int]) -> int:
     """What is missing where groups of so many layers each have the memory of the largest (`cases.md` C64)."""
-    return sum(max(counts) - count for count in counts)
+    return sum(max(counts, default=0) - count for count in counts)
 
 
 def _held(groups: Sequence[KvGroup], cuts: Cuts) -> dict[str, list[int]]:
@@ -113,4 +113,4 @@ def _stage(
         names = [name] if count == 1 else [f"{name}, {i + 1} of {count}" for i in range(count)]
         found += [Group(one, block, block_size, kind.kind, window) for one in names]
     counts = [count for counts in _held(groups, cuts).values() for count in counts]
-    return StageGroups(tuple(found), padding_layers(counts) if counts else 0)
+    return StageGroups(tuple(found), padding_layers(counts))

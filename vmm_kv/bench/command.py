@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = _chosen("ladder", options.ladder, _LADDERS)
     if options.jobs < 1 or options.pairs < 0:
         raise ValueError("jobs must be at least 1, and pairs at least 0")
-    parse_name(options.device), Request(utilization=options.utilization)  # before minutes go by
+    parse_name(options.device)  # what is wrong with it is seen before minutes go by
+    Request(utilization=options.utilization)
     common = Scenario(LADDERS[0], device=options.device, utilization=options.utilization)
     if options.margin != "0":
         common = replace(common, margin=parse_bytes(options.margin))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 from vmm_kv.budget import readable
-from vmm_kv.estimate.probe import Estimate, Probe, to_capture
+from vmm_kv.estimate.probe import Estimate, Probe, check_not_negative, to_capture
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class ActivationRatio:
     after_capture = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.factor < math.inf:
-            raise ValueError(f"factor must be a number of 0 or more, got {self.factor}")
+        check_not_negative(factor=self.factor)
 
     @property
     def name(self) -> str:
@@ -69,8 +67,7 @@ class FlatPerGraph:
     after_capture = False
 
     def __post_init__(self) -> None:
-        if self.per_graph < 0:
-            raise ValueError(f"per_graph must be 0 bytes or more, got {self.per_graph}")
+        check_not_negative(per_graph=self.per_graph)
 
     @property
     def name(self) -> str:
@@ -98,9 +95,7 @@ class FlatHeadroom:
     after_capture = False
 
     def __post_init__(self) -> None:
-        for name in ("headroom", "weights", "part"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of 0 or more, got {getattr(self, name)}")
+        check_not_negative(headroom=self.headroom, weights=self.weights, part=self.part)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vmm_kv.budget import Items, exactly, readable
-from vmm_kv.estimate.probe import Estimate, Probe
+from vmm_kv.estimate.probe import Estimate, Probe, check_not_negative
 from vmm_kv.fingerprint import Fingerprint, PinError
 from vmm_kv.report import StartupReport
 
@@ -60,9 +60,9 @@ class PostCaptureFixedHeadroom:
     after_capture = True
 
     def __post_init__(self) -> None:
-        for name, size in (("floor", self.floor), ("slack", self.slack), *self.later):
-            if size < 0:
-                raise ValueError(f"{name} must be 0 bytes or more, got {size}")
+        check_not_negative(floor=self.floor, slack=self.slack)
+        for name, size in self.later:  # a name may be there twice
+            check_not_negative(**{name: size})
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -91,6 +92,13 @@ class Strategy(Protocol):
 
     def estimate(self, probe: Probe) -> Estimate:
         """Bytes to set aside. Makes captures only through the probe; what it raises leaves the engine as it was."""
+
+
+def check_not_negative(**given: float | None) -> None:
+    """`ValueError` that names a parameter that is below 0, not a number or without bound; None is not given."""
+    for name, number in given.items():
+        if number is not None and not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be a number of 0 or more, got {number}")
 
 
 def to_capture(probe: Probe) -> tuple[Descriptor, ...]:

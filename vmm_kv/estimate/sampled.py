@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmm_kv.budget import readable
-from vmm_kv.estimate.probe import Descriptor, Estimate, Probe, by_mode, to_capture
+from vmm_kv.estimate.probe import Descriptor, Estimate, Probe, by_mode, check_not_negative, to_capture
 
 MIB = 1 << 20
 _SAMPLES = 2
@@ -31,7 +31,7 @@ class SampledExtrapolation:
     after_capture = False
 
     def __post_init__(self) -> None:
-        _check_floor(self.floor)
+        check_not_negative(floor=self.floor)
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class SampledPerMode:
     after_capture = False
 
     def __post_init__(self) -> None:
-        _check_floor(self.floor)
+        check_not_negative(floor=self.floor)
 
     @property
     def name(self) -> str:
@@ -92,11 +92,6 @@ class SampledPerMode:
         every = tuple(sample for samples in taken.values() for sample in samples)
         notes = tuple(f"{mode}: {_told(taken[mode], len(own), self.floor)}" for mode, own in modes.items())
         return Estimate(raw, raw, len(every), every, notes=notes)
-
-
-def _check_floor(floor: int | None) -> None:
-    if floor is not None and floor < 0:
-        raise ValueError(f"floor must be 0 bytes a graph or more, got {floor}")
 
 
 def _name(strategy: SampledExtrapolation | SampledPerMode) -> str:

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from vmm_kv import gpu_drivers
-from vmm_kv.console import Printer
 from vmm_kv.doctor import torch_facts
 from vmm_kv.errors import VmmError
 from vmm_kv.testing.gpu_registry import Result
@@ -89,7 +88,7 @@ def machine_facts(kind: str) -> dict[str, Any]:
 
 def show(report: Report, console: Console | None = None) -> None:
     """Prints the table. Does without colour."""
-    console = console or Printer()
+    console = console or Console()
     table = Table("check", "outcome", "s", "facts", box=None, pad_edge=False)
     for result in report.results:
         facts = result.facts if len(result.facts) <= _LONGEST_FACTS else f"{result.facts[:_LONGEST_FACTS]} ..."
