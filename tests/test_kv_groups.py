@@ -208,6 +208,7 @@ def test_windows_and_states_alone_bound_no_request() -> None:
     window = Cache((Group("window", 10, 16, kind="window", window=64),), max_model_len=640)
     assert (window.largest_request(5), window.tokens(5), window.largest_request(3)) == (None, 640, 48)
     assert window.largest_request(4) == 64  # the 65th token may begin a fifth block
+    assert Cache((Group("window", 10, 16, kind="window", window=60),)).largest_request(4) == 64  # as far as they reach
     states = Cache((Group("state", kind="state", bytes_per_request=100),))
     assert (states.cost(5), states.need(10**6), int(states.concurrency(5, 10**6))) == (500, 1, 5)
     assert (states.tokens(5), states.tokens(0)) == (None, 0)

@@ -132,5 +132,7 @@ def test_a_known_decoder_in_an_unknown_model_is_filled_in() -> None:
 @pytest.mark.parametrize(("given", "window"), [({}, 4096), ({"sliding_window": None}, None)], ids=["left out", "null"])
 def test_a_window_that_is_left_out_is_the_class_s_and_null_is_none(given: dict[str, Any], window: int | None) -> None:
     text = {"model_type": "mistral", "num_hidden_layers": 32, **given}  # the rest is the class's
-    (group,) = from_values({"model_type": "unheard_of", "torch_dtype": "bfloat16", "text_config": text}).groups()
+    found = from_values({"model_type": "unheard_of", "torch_dtype": "bfloat16", "text_config": text})
+    (group,) = found.groups()
     assert (group.bytes_per_token, group.window) == (32 * 2 * 8 * 128 * 2, window)
+    assert not any("sliding_window" in note for note in found.notes)  # nothing is assumed of it
