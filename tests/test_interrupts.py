@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from vmm_kv.cache import KVCache
 from vmm_kv.device import open_host
 from vmm_kv.driver.host import HostDriver
 from vmm_kv.errors import VmmError
+from vmm_kv.gate import Gate
 from vmm_kv.interrupts import allowed, deferred
 from vmm_kv.layout import TensorSpec
 from vmm_kv.state import State
@@ -231,6 +232,26 @@ def test_a_ctrl_c_ends_the_wait_for_another_threads_operation() -> None:
         thread.join()
     assert cache.commit(16) == 16
     check(cache, driver)
+
+
+def test_a_signal_just_as_the_lock_is_taken_again_after_callbacks_leaves_the_gate_open() -> None:
+    gate = Gate()
+
+    lock = gate._lock
+
+    def take(*arguments: Any, **named: Any) -> bool:
+        """A signal comes between the lock's `acquire` and the line after it."""
+        taken = lock.acquire(*arguments, **named)
+        if gate._calling_back:
+            raise KeyboardInterrupt
+        return taken
+
+    gate._lock = cast(Any, SimpleNamespace(acquire=take, release=lock.release))
+    with pytest.raises(KeyboardInterrupt), gate.operation("commit"):
+        gate.callbacks("commit", lambda: None)
+    assert not lock.locked()
+    with gate.operation("commit"):
+        pass
 
 
 def test_listeners_told_of_a_close_that_was_interrupted_hear_that_the_pages_stay() -> None:

@@ -35,7 +35,10 @@ class Gate:
             try:
                 if self._calling_back:
                     raise StateError(f"{name} while {self._calling_back} is in its callbacks: wait for it to return")
-                yield
+                try:
+                    yield
+                finally:
+                    self._calling_back = None  # here, since a signal can come just as `callbacks` has the lock again
             finally:
                 self._lock.release()
 
