@@ -236,7 +236,6 @@ def test_a_ctrl_c_ends_the_wait_for_another_threads_operation() -> None:
 
 def test_a_signal_just_as_the_lock_is_taken_again_after_callbacks_leaves_the_gate_open() -> None:
     gate = Gate()
-
     lock = gate._lock
 
     def take(*arguments: Any, **named: Any) -> bool:

@@ -38,7 +38,7 @@ class Gate:
                 try:
                     yield
                 finally:
-                    self._calling_back = None  # here, since a signal can come just as `callbacks` has the lock again
+                    self._calling_back = None  # not in `callbacks`: a signal can come just as it has the lock again
             finally:
                 self._lock.release()
 
@@ -50,4 +50,3 @@ class Gate:
             return allowed(call)
         finally:
             self._lock.acquire()
-            self._calling_back = None
